@@ -1,0 +1,78 @@
+# `make demo` and `make test` need nothing before them but Linux and Python >= 3.10 with its venv module.
+.DELETE_ON_ERROR:
+.PHONY: demo test lint check-types unit test-gpu test-versions lock clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.requirements-installed
+REQUIREMENTS := requirements/dev.txt requirements/triton.txt pyproject.toml
+PYTEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+# One thread a worker: the suite's tensors are tiny and the workers share the cores.
+unit test-gpu test-versions: export OMP_NUM_THREADS := 1
+unit test-gpu test-versions: export MKL_NUM_THREADS := 1
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+demo: $(STAMP)
+	$(BIN)/replayssm demo
+
+test: lint check-types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+check-types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+# The other end of the supported range, in a second environment: `make test-versions TRANSFORMERS=5.17.0`.
+TRANSFORMERS ?= 5.17.0
+TRITON ?= 3.6.0
+VERSIONS_TESTS ?= tests
+VERSIONS_VENV := .cache/venv-transformers-$(TRANSFORMERS)-triton-$(TRITON)
+VERSIONS_STAMP := $(VERSIONS_VENV)/.requirements-installed
+
+test-versions: $(VERSIONS_STAMP)
+	$(VERSIONS_VENV)/bin/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS) $(VERSIONS_TESTS)
+
+# A torch built for CUDA brings the Triton it was built with; any other torch gets the pinned one.
+define make_venv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is older than Python 3.10; set PYTHON=python3.x" >&2; exit 1; }
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --requirement requirements/dev.txt
+	$(1)/bin/python -c 'import triton' 2>/dev/null || \
+		$(1)/bin/python -m pip install --quiet --no-deps --requirement requirements/triton.txt
+	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+endef
+
+$(STAMP): $(REQUIREMENTS)
+	@echo "Installing the pinned versions into $(VENV) (a few minutes the first time)"
+	$(call make_venv,$(VENV))
+	@touch $@
+
+$(VERSIONS_STAMP): $(REQUIREMENTS)
+	$(call make_venv,$(VERSIONS_VENV))
+	$(VERSIONS_VENV)/bin/python -m pip install --quiet "transformers==$(TRANSFORMERS)"
+	$(VERSIONS_VENV)/bin/python -m pip install --quiet --no-deps "triton==$(TRITON)"
+	@touch $@
+
+# Rewrites requirements/dev.txt from pyproject.toml. CUDA packages are left to torch's own exact pins.
+lock: $(STAMP)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate \
+		--no-emit-package triton --extra dev pyproject.toml --output-file requirements/dev.txt
+	sed -i -E "/^#|^(nvidia|cuda)-|== 'emscripten'|== 'win32'/d; s/ (;|and) sys_platform != 'emscripten'//; \
+		s/^(torch==[0-9.]+)\+[a-z0-9]+/\1/" requirements/dev.txt
+
+clean:
+	rm -rf $(VENV) .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

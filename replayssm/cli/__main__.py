@@ -1,0 +1,7 @@
+"""`python -m replayssm.cli`."""
+
+import sys
+
+from replayssm.cli import main
+
+sys.exit(main())

@@ -1,0 +1,102 @@
+"""`replayssm plan`: bytes per request and per step of a model, counted from its shapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replayssm.cli.output import JsonFlag, human_bytes, print_json, print_table
+
+if TYPE_CHECKING:
+    from replayssm.config import LayerSpec
+    from replayssm.plan import Plan
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A preset name, a config.json, or a folder that holds one.")],
+    batch: Annotated[int, typer.Option(help="Requests decoded together.")] = 1,
+    buffer_len: Annotated[int, typer.Option(help="Committed rows a slot may hold before it flushes.")] = 16,
+    drafts: Annotated[int, typer.Option(help="Draft tokens per step.")] = 0,
+    checkpoint: Annotated[str, typer.Option(help="Format of the checkpoint.")] = "fp32",
+    read: Annotated[str, typer.Option(help="Format of the read copy.")] = "none",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size: the numbers are those of one rank.")] = 1,
+    json: JsonFlag = False,
+) -> None:
+    """Count the bytes of a model's SSM state per request and per step."""
+    from replayssm.checks import check_int
+    from replayssm.plan import Plan
+
+    check_int("batch", batch, 1)
+    layers = tuple(layer.shard(tp) for layer in model_layers(model))
+    plan = Plan(layers=layers, buffer_len=buffer_len, num_draft_tokens=drafts, checkpoint=checkpoint, read=read)
+    if json:
+        print_json({**summary(model, plan, batch), "tp": tp})
+    else:
+        show(model, plan, batch, tp)
+
+
+def model_layers(model: str) -> tuple[LayerSpec, ...]:
+    """The SSM layers of a preset name, a config.json or a model folder."""
+    from replayssm.checks import fail
+    from replayssm.hf_config import layer_specs
+    from replayssm.presets import PRESETS, preset
+
+    if model in PRESETS:
+        return preset(model)
+    if Path(model).exists():
+        return layer_specs(model)
+    raise fail("MODEL", model, f"a config.json, a folder that holds one, or one of {', '.join(PRESETS)}")
+
+
+def summary(model: str, plan: Plan, batch: int) -> dict[str, object]:
+    """The numbers of `plan --json`."""
+    step = plan.step_bytes(batch)
+    return {
+        "model": model,
+        "batch": batch,
+        "layers": plan.family_counts,
+        "state_bytes_per_request": plan.state_bytes_per_request,
+        "ring_bytes_per_request": plan.ring_bytes_per_request,
+        "read_copy_bytes_per_request": plan.read_copy_bytes_per_request,
+        "step_bytes": {"stepwise": step.stepwise, "replay": step.replay},
+        "traffic_ratio": round(plan.traffic_ratio(batch), 4),
+        "buffer_len": plan.buffer_len,
+        "num_draft_tokens": plan.num_draft_tokens,
+        "checkpoint": plan.checkpoint,
+        "read": plan.read,
+    }
+
+
+def show(model: str, plan: Plan, batch: int, tp: int) -> None:
+    """Print the same numbers as two tables."""
+    rank = f", one of {tp} tensor-parallel ranks" if tp > 1 else ""
+    print_table(
+        f"{model}{rank}: {_shapes(plan.layers)}",
+        [
+            ("state (checkpoint, " + plan.checkpoint + ")", human_bytes(plan.state_bytes_per_request)),
+            (f"ring ({plan.ring_len} rows)", human_bytes(plan.ring_bytes_per_request)),
+            ("read copy (" + plan.read + ")", human_bytes(plan.read_copy_bytes_per_request)),
+            ("all", human_bytes(plan.memory_per_request)),
+        ],
+        ("memory of one request", "bytes"),
+    )
+    step = plan.step_bytes(batch)
+    print_table(
+        "",
+        [
+            ("stepwise", human_bytes(step.stepwise), "1.00x"),
+            ("replay", human_bytes(step.replay), f"{plan.traffic_ratio(batch):.2f}x less"),
+        ],
+        (f"SSM traffic of one step, batch {batch}", "bytes", "ratio"),
+    )
+    typer.echo("Counted from the shapes (mean over a window, flush included), not measured.")
+
+
+def _shapes(layers: tuple[LayerSpec, ...]) -> str:
+    counts = Counter((layer.family, layer.state_shape) for layer in layers)
+    return ", ".join(
+        f"{count} {family} layers with state {'x'.join(map(str, shape))}" for (family, shape), count in counts.items()
+    )

@@ -1,0 +1,98 @@
+"""Cursors of a slot, the flush rule, and commit: the only place that writes cursors.
+
+`cursors` is one int32 tensor `[num_slots, 4]`, so that a kernel gets all of a slot's cursors with one 16-byte load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+RING_START, NUM_COMMITTED, WINDOW_LIMIT, NUM_FLUSHES = range(4)
+NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a batch, as kernels and `commit` see it; made by `ReplayCache.begin_step`.
+
+    slot_indices [batch] int32; query_start_loc [batch + 1] int32, or None for one token a row. `max_window_len`,
+    `num_tokens` and `buffer_len` are host integers, so nothing depends on what the device holds.
+    """
+
+    slot_indices: torch.Tensor
+    query_start_loc: torch.Tensor | None
+    max_window_len: int
+    num_tokens: int
+    buffer_len: int
+    pad_slot_id: int
+    epoch: int
+
+    @property
+    def window_lens(self) -> torch.Tensor:
+        """[batch] int32: tokens of every row."""
+        if self.query_start_loc is None:
+            return torch.ones_like(self.slot_indices)
+        return self.query_start_loc.diff()
+
+
+def must_flush(num_committed: int, window_len: int, buffer_len: int, window_limit: int) -> bool:
+    """The flush rule for one row: a row with nothing committed has nothing to replay."""
+    return num_committed > 0 and num_committed + window_len > min(buffer_len, window_limit)
+
+
+def flush_mask(cursors: torch.Tensor, window_lens: torch.Tensor, buffer_len: int) -> torch.Tensor:
+    """The flush rule for rows: cursors [batch, 4] and window_lens [batch] -> bool [batch]."""
+    num_committed = cursors[:, NUM_COMMITTED]
+    return (num_committed > 0) & (num_committed + window_lens > cursors[:, WINDOW_LIMIT].clamp(max=buffer_len))
+
+
+def real_slots(slot_indices: torch.Tensor, num_slots: int, pad_slot_id: int) -> torch.Tensor:
+    """Bool [batch]: which slot indices are not padding (`pad_slot_id`, or outside the cache)."""
+    return (slot_indices != pad_slot_id) & (slot_indices >= 0) & (slot_indices < num_slots)
+
+
+def commit(cursors: torch.Tensor, step: Step, num_accepted_tokens: torch.Tensor | None, ring_len: int) -> None:
+    """Accept the first `num_accepted_tokens` [batch] of every window (None: all), on the device, without a sync.
+
+    After a flush `ring_start += P; P = accepted`, else `P += accepted`. Counts are held to 0 ... window_len; pads and
+    slots outside the cache change nothing.
+    """
+    real = real_slots(step.slot_indices, len(cursors), step.pad_slot_id)
+    slots = torch.where(real, step.slot_indices, 0).long()
+    now, window_lens = cursors[slots], step.window_lens
+    accepted = window_lens if num_accepted_tokens is None else num_accepted_tokens.to(torch.int32)
+    accepted = torch.minimum(accepted.clamp(min=0), window_lens)
+    flushed = flush_mask(now, window_lens, step.buffer_len)
+    committed = now[:, NUM_COMMITTED]
+    then = torch.stack(
+        [
+            torch.where(flushed, (now[:, RING_START] + committed) % ring_len, now[:, RING_START]),
+            torch.where(flushed, 0, committed) + accepted,
+            torch.where(flushed, NO_LIMIT, now[:, WINDOW_LIMIT]),
+            now[:, NUM_FLUSHES] + flushed,
+        ],
+        1,
+    ).to(torch.int32)
+    # Adding differences lets pad rows point at slot 0 and add nothing, with no shape that depends on data.
+    cursors.index_add_(0, slots, torch.where(real[:, None], then - now, 0))
+
+
+def mark_flushed(cursors: torch.Tensor, slots: torch.Tensor, ring_len: int) -> None:
+    """Move the cursors of `slots` [n] int64 after all their committed rows were replayed into the checkpoint."""
+    now = cursors[slots]
+    start = (now[:, RING_START] + now[:, NUM_COMMITTED]) % ring_len
+    flushed = (now[:, NUM_COMMITTED] > 0).to(torch.int32)
+    limit = torch.where(flushed > 0, NO_LIMIT, now[:, WINDOW_LIMIT])
+    cursors[slots] = torch.stack([start, torch.zeros_like(start), limit, now[:, NUM_FLUSHES] + flushed], 1).int()
+
+
+def reset(cursors: torch.Tensor, slots: torch.Tensor, buffer_len: int, *, spread: bool) -> None:
+    """Empty the rings of `slots` [n] int64. With `spread` the first window of slot s holds 1 + s % buffer_len rows,
+
+    so that requests which start together flush at different steps.
+    """
+    limit = 1 + slots % buffer_len if spread else torch.full_like(slots, NO_LIMIT)
+    zero = torch.zeros_like(slots)
+    cursors[slots] = torch.stack([zero, zero, limit, zero], 1).to(torch.int32)

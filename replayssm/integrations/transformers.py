@@ -1,0 +1,234 @@
+"""enable / disable: let a transformers model generate through ReplaySSM."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any, SupportsIndex
+from weakref import WeakSet, finalize, ref
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import DynamicCache
+
+from replayssm.checks import ReplayError, fail
+from replayssm.hf_config import layer_specs
+from replayssm.integrations import hf_route
+from replayssm.integrations.hf_cache import ReplayDynamicCache
+from replayssm.plan import Plan
+
+OLDEST_TRANSFORMERS = "5.17.0"
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # by version and model
+_GENERATION_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+_HANDLE = "_replayssm_handle"
+
+
+class ReplayHandle:
+    """An enabled model. Leaving it as a context manager, or `disable`, gives the model back as it was."""
+
+    def __init__(self, decoder: nn.Module, config: Any, plan: Plan, patched: list[tuple[ModuleType, str]]) -> None:
+        self.plan = plan
+        self._config = config
+        self._decoder = ref(decoder)
+        # Also when the model is dropped without `disable`.
+        self._release = finalize(decoder, hf_route.release, patched)
+        self._generators: list[ref[nn.Module]] = []
+        self._caches: WeakSet[ReplayDynamicCache] = WeakSet()
+        parameters = inspect.signature(decoder.forward).parameters
+        self._argument_order = list(parameters)
+        self._cache_name = next(name for name in _CACHE_NAMES if name in parameters)
+        self._hooks = [
+            decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            decoder.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
+        setattr(decoder, _HANDLE, self)
+
+    def new_cache(self) -> ReplayDynamicCache:
+        """A cache to pass to `forward` or `generate` and to continue from later."""
+        cache = ReplayDynamicCache(self._config, self.plan)
+        cache.join(self._caches)
+        return cache
+
+    def disable(self) -> None:
+        """Restore the model; live caches become ordinary ones and keep their content."""
+        decoder = self._decoder()
+        if decoder is None or getattr(decoder, _HANDLE, None) is not self:
+            return
+        delattr(decoder, _HANDLE)
+        for hook in self._hooks:
+            hook.remove()
+        self._release()
+        for reference in self._generators:
+            if (model := reference()) is not None:
+                model.__dict__.pop("_prepare_cache_for_generation", None)
+        for cache in list(self._caches):
+            cache.to_plain()
+        self._caches.clear()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise ReplayError("model is enabled; allowed: disable(model) before it is copied or pickled")
+
+    def __enter__(self) -> ReplayHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.disable()
+
+    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position = self._argument_order.index(name) if name in self._argument_order else len(args)
+        return kwargs[name] if name in kwargs else args[position] if position < len(args) else None
+
+    def _find_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
+        return next((cache for cache in found if cache is not None), None)
+
+    def _with_cache(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        position = self._argument_order.index(self._cache_name)
+        if position < len(args):
+            return (*args[:position], cache, *args[position + 1 :]), kwargs
+        others = {name: value for name, value in kwargs.items() if name not in _CACHE_NAMES}
+        return args, {**others, self._cache_name: cache}
+
+    def _before_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cache = self._find_cache(args, kwargs)
+        changed = None
+        if cache is None and self._wants_cache(decoder, self._argument("use_cache", args, kwargs)):
+            cache = self.new_cache()
+            changed = self._with_cache(cache, args, kwargs)
+        if not isinstance(cache, ReplayDynamicCache) or not cache.is_replaying:
+            return None
+        if cache.plan is not self.plan and cache.plan != self.plan:
+            raise ReplayError(
+                "cache was made for another model or other options; allowed: new_cache() of this model's handle"
+            )
+        tokens = self._argument("input_ids", args, kwargs)
+        tokens = self._argument("inputs_embeds", args, kwargs) if tokens is None else tokens
+        if tokens is None:
+            return changed
+        cache.join(self._caches)
+        cache.begin_forward(tokens.shape[0], tokens.shape[1])
+        if cache.is_decoding and torch.is_grad_enabled() and any(p.requires_grad for p in decoder.parameters()):
+            raise ReplayError(
+                "torch.is_grad_enabled() is True while decoding; allowed: torch.no_grad() or inference_mode()"
+            )
+        return changed
+
+    def _wants_cache(self, decoder: nn.Module, use_cache: bool | None) -> bool:
+        if use_cache is None:
+            return bool(getattr(self._config, "use_cache", True)) and not decoder.training
+        return use_cache
+
+    def _after_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = self._find_cache(args, kwargs)
+        if isinstance(cache, ReplayDynamicCache) and cache.is_replaying:
+            cache.end_forward()
+
+    def route_generate(self, model: nn.Module) -> None:
+        """Let `model.generate` start with our cache."""
+        if not hasattr(model, "_prepare_cache_for_generation") or "_prepare_cache_for_generation" in model.__dict__:
+            return
+        original: Callable[..., Any] = model._prepare_cache_for_generation  # type: ignore[assignment]
+        class_method = original.__func__  # type: ignore[attr-defined]
+        owner = ref(model)
+
+        def prepare(
+            generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            _check_generation(generation_config, generation_mode)
+            given = {name for name in _CACHE_NAMES if model_kwargs.get(name) is not None}
+            result = class_method(owner(), generation_config, model_kwargs, generation_mode, *args, **kwargs)
+            for name in _CACHE_NAMES:
+                if name not in given and type(model_kwargs.get(name)) is DynamicCache:
+                    model_kwargs[name] = self.new_cache()
+            return result
+
+        model.__dict__["_prepare_cache_for_generation"] = prepare
+        self._generators.append(ref(model))
+
+
+def enable(
+    model: nn.Module,
+    *,
+    buffer_len: int = 16,
+    checkpoint: str = "fp32",
+    read: str = "none",
+    activation: torch.dtype | None = None,
+    backend: str = "auto",
+    spread_flushes: bool = True,
+) -> ReplayHandle:
+    """Let `model.generate(...)` and `model(...)` decode through ReplaySSM, until `disable`.
+
+    A cache that the caller passes is used as it is: a ReplayDynamicCache replays, any other one decodes as before.
+    activation: dtype of the layers' inputs (default: the model's). Calling it again with the same options does nothing.
+    """
+    decoder = _decoder(model)
+    config = decoder.config.get_text_config(decoder=True)
+    plan = Plan(
+        layers=layer_specs(config),
+        buffer_len=buffer_len,
+        checkpoint=checkpoint,
+        read=read,
+        activation=decoder.dtype if activation is None else activation,
+        device=_device(decoder),
+        backend=backend,
+        spread_flushes=spread_flushes,
+    )
+    plan.check_runnable()
+    handle: ReplayHandle | None = getattr(decoder, _HANDLE, None)
+    if handle is not None and handle.plan != plan:
+        raise ReplayError(
+            "model is enabled with other options already; allowed: the same options, or disable(model) first"
+        )
+    if handle is None:
+        families = set(plan.family_counts)
+        # All SSM layers have a short convolution; other parts may come from other models' modules.
+        modules = {sys.modules[type(module).__module__] for module in decoder.modules() if hasattr(module, "conv1d")}
+        patched = hf_route.acquire(modules, families)
+        if len({name for _, name in patched}) != len(families):
+            hf_route.release(patched)
+            names = ", ".join(hf_route.DECODE_CALLS[family][0] for family in families)
+            raise fail(
+                "model", type(model).__name__, f"a model whose module calls {names}, as in transformers 5.17 to 5.24"
+            )
+        handle = ReplayHandle(decoder, config, plan, patched)
+    handle.route_generate(model)
+    return handle
+
+
+def disable(model: nn.Module) -> None:
+    """Give an enabled model back as it was; does nothing for other models."""
+    handle: ReplayHandle | None = getattr(_decoder(model), _HANDLE, None)
+    if handle is not None:
+        handle.disable()
+
+
+def _decoder(model: object) -> Any:
+    """The module that runs the layers, whatever wraps it."""
+    if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
+        raise fail("transformers", transformers.__version__, f"at least {OLDEST_TRANSFORMERS}")
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise fail("model", type(model).__name__, "a transformers model")
+    return model.get_decoder()
+
+
+def _device(decoder: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in decoder.parameters()}
+    if len(devices) != 1 or torch.device("meta") in devices:
+        raise fail("model.device", sorted(map(str, devices)), "one device that holds all layers")
+    return devices.pop()
+
+
+def _check_generation(config: Any, mode: Any) -> None:
+    if mode.value not in _GENERATION_MODES or config.is_assistant:
+        name = "assistant" if config.is_assistant else mode.value
+        raise fail(
+            "generation mode", name, f"{', '.join(_GENERATION_MODES)} (ReplaySSM cannot roll a cache back here yet)"
+        )
+    if config.cache_implementation not in (None, "dynamic"):
+        raise fail("cache_implementation", config.cache_implementation, "None or 'dynamic' while ReplaySSM is enabled")

@@ -1,0 +1,93 @@
+"""Registers the ops with torch and picks, once a cache, the functions that a backend runs.
+
+`torch.ops.replayssm.*` run the vectorised torch code on a CPU and the Triton kernels on a GPU. They write their
+results in place and return nothing, so their fake implementations do nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replayssm.config import Family
+
+_MAMBA2_IN = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias"
+_MAMBA2_RING = "Tensor(b!) ring_x, Tensor(c!) ring_B, Tensor(d!) ring_dt"
+_MAMBA2_OPTIONS = "int pad_slot_id, bool dt_softplus, int max_window_len"
+_DELTA_IN = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias"
+_DELTA_RING = "Tensor(b!) ring_k, Tensor(c!) ring_v, Tensor(d!) ring_u, Tensor(e!) ring_g, Tensor(f!) ring_beta"
+_DELTA_OPTIONS = "int pad_slot_id, float scale, bool use_qk_l2norm, float? lower_bound, int max_window_len"
+_STATE = "Tensor(a!) state"
+_ROWS = "Tensor slot_indices, Tensor? query_start_loc, Tensor(z!) out"
+_REPLAY = "Tensor cursors, Tensor slot_indices, Tensor? num_tokens, Tensor(z!) dst, Tensor dst_indices, *"
+_MAMBA2_KEPT = "Tensor A, Tensor state, Tensor ring_x, Tensor ring_B, Tensor ring_dt"
+_DELTA_KEPT = "Tensor state, Tensor ring_k, Tensor ring_v, Tensor ring_g, Tensor ring_beta"
+_CURSORS = f"Tensor cursors, {_ROWS}, *, int buffer_len"
+
+SCHEMAS = {
+    "mamba2_step": f"{_MAMBA2_IN}, {_STATE}, {_MAMBA2_RING}, {_CURSORS}, {_MAMBA2_OPTIONS}",
+    "mamba2_stepwise": f"{_MAMBA2_IN}, {_STATE}, {_ROWS}, *, {_MAMBA2_OPTIONS}",
+    "mamba2_materialize": f"{_MAMBA2_KEPT}, {_REPLAY}, int pad_slot_id",
+    "delta_step": f"{_DELTA_IN}, {_STATE}, {_DELTA_RING}, {_CURSORS}, {_DELTA_OPTIONS}",
+    "delta_stepwise": f"{_DELTA_IN}, {_STATE}, {_ROWS}, *, {_DELTA_OPTIONS}",
+    "delta_materialize": f"{_DELTA_KEPT}, {_REPLAY}, int pad_slot_id, bool use_qk_l2norm",
+}
+
+
+@dataclass(frozen=True)
+class FamilyOps:
+    """The three ops of a family, all writing in place: `step`, `stepwise`, `materialize`."""
+
+    step: Callable[..., None]
+    stepwise: Callable[..., None]
+    materialize: Callable[..., None]
+
+
+def op_family(family: Family) -> str:
+    """The ops that serve a family: GDN and KDA share theirs."""
+    return "mamba2" if family == "mamba2" else "delta"
+
+
+def family_ops(family: Family, backend: str, device: torch.device) -> FamilyOps:
+    """The functions that `backend` runs on `device`."""
+    prefix = op_family(family)
+    if (backend, device.type) in (("torch", "cpu"), ("triton", "cuda")):
+        source: Any = torch.ops.replayssm
+    else:
+        source = _implementation(prefix, backend)
+    return FamilyOps(*(getattr(source, f"{prefix}_{name}") for name in ("step", "stepwise", "materialize")))
+
+
+def _implementation(prefix: str, backend: str) -> Any:
+    module = {"torch": "torch_ops", "triton": "launch", "reference": "reference"}[backend]
+    return importlib.import_module(f"replayssm.ops.{prefix}.{module}")
+
+
+def _on_device(name: str, backend: str) -> Callable[..., None]:
+    def run(*args: Any, **kwargs: Any) -> None:
+        getattr(_implementation(name.split("_")[0], backend), name)(*args, **kwargs)
+
+    return run
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _register() -> None:
+    library = torch.library.Library("replayssm", "DEF")
+    for name, schema in SCHEMAS.items():
+        library.define(f"{name}({schema}) -> ()")
+        library.impl(name, _on_device(name, "torch"), "CPU")
+        library.impl(name, _on_device(name, "triton"), "CUDA")
+        torch.library.register_fake(f"replayssm::{name}", _do_nothing, lib=library)
+    _LIBRARIES.append(library)
+
+
+# A Library must outlive its registrations.
+_LIBRARIES: list[torch.library.Library] = []
+_register()

@@ -1,0 +1,129 @@
+"""One step of one layer: append a window of tokens to the ring and compute their outputs.
+
+One token a row is decoding; more is verification of drafts. The same call serves both, and rows may differ.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from replayssm.checks import check_tensor, fail
+from replayssm.config import GDNSpec, KDASpec, Mamba2Spec
+from replayssm.cursors import Step
+from replayssm.layer import LayerCache
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def mamba2_decode(
+    layer: LayerCache,
+    step: Step,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = True,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Outputs [num_tokens, num_heads, head_dim] of a Mamba-2 layer, in the activation dtype; padding rows give zeros.
+
+    x, z [num_tokens, num_heads, head_dim]; dt [num_tokens, num_heads]; B, C [num_tokens, n_groups, d_state]; A
+    (negative; fp32), D, dt_bias [num_heads]. x, B, C, z in the plan's activation dtype, with any token and head
+    stride. `y = S C + D x`, times `silu(z)` if z is given. Raises ReplayError before anything is written.
+    """
+    spec = layer.spec
+    if not isinstance(spec, Mamba2Spec):
+        raise fail("layer", f"a {spec.family} layer", "a mamba2 layer")
+    tokens, act, device = _num_tokens(step, x), layer.ring["x"].dtype, layer.state.device
+    check_tensor("x", x, (tokens, spec.num_heads, spec.head_dim), (act,), device)
+    check_tensor("dt", dt, (tokens, spec.num_heads), FLOATS, device, inner_contiguous=0)
+    for name, value in (("B", B), ("C", C)):
+        check_tensor(name, value, (tokens, spec.n_groups, spec.d_state), (act,), device)
+    if z is not None:
+        check_tensor("z", z, (tokens, spec.num_heads, spec.head_dim), (act,), device)
+    check_tensor("A", A, (spec.num_heads,), (torch.float32, torch.float64), device, inner_contiguous=0)
+    for name, param in (("D", D), ("dt_bias", dt_bias)):
+        if param is not None:
+            check_tensor(name, param, (spec.num_heads,), FLOATS, device, inner_contiguous=0)
+    out = _output(out, x, (tokens, spec.num_heads, spec.head_dim))
+    layer.A = A
+    ring = layer.ring
+    layer.ops.step(
+        *(x, dt, A, B, C, D, z, dt_bias, layer.state, ring["x"], ring["B"], ring["dt"]),
+        *(layer.cursors, step.slot_indices, step.query_start_loc, out),
+        buffer_len=step.buffer_len,
+        pad_slot_id=step.pad_slot_id,
+        dt_softplus=dt_softplus,
+        max_window_len=step.max_window_len,
+    )
+    return out
+
+
+def delta_decode(
+    layer: LayerCache,
+    step: Step,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Outputs [num_tokens, num_v_heads, head_v_dim] of a GDN or KDA layer; padding rows give zeros.
+
+    q, k [num_tokens, num_k_heads, head_k_dim] (before the L2 norm) and v [num_tokens, num_v_heads, head_v_dim] in the
+    plan's activation dtype, with any token and head stride. g [num_tokens, num_v_heads] (KDA: and head_k_dim) and
+    beta [num_tokens, num_v_heads] are the log decay and beta themselves if A_log is None; else raw projections, which
+    A_log [num_v_heads] and dt_bias [num_v_heads] (KDA: and head_k_dim) turn into them (`replayssm.ops.delta.gates`).
+    scale multiplies q; default `head_k_dim ** -0.5`. Raises ReplayError before anything is written.
+    """
+    spec = layer.spec
+    if not isinstance(spec, GDNSpec):
+        raise fail("layer", f"a {spec.family} layer", "a gdn or kda layer")
+    tokens, act, device = _num_tokens(step, q), layer.ring["k"].dtype, layer.state.device
+    gate = (spec.num_v_heads, spec.head_k_dim) if isinstance(spec, KDASpec) else (spec.num_v_heads,)
+    for name, value in (("q", q), ("k", k)):
+        check_tensor(name, value, (tokens, spec.num_k_heads, spec.head_k_dim), (act,), device)
+    check_tensor("v", v, (tokens, spec.num_v_heads, spec.head_v_dim), (act,), device)
+    check_tensor("g", g, (tokens, *gate), FLOATS, device, inner_contiguous=len(gate) - 1)
+    check_tensor("beta", beta, (tokens, spec.num_v_heads), FLOATS, device, inner_contiguous=0)
+    if A_log is not None:
+        check_tensor("A_log", A_log, (spec.num_v_heads,), FLOATS, device)
+    if dt_bias is not None:
+        if A_log is None:
+            raise fail("dt_bias", "given without A_log", "both, or neither where g is the log decay already")
+        check_tensor("dt_bias", dt_bias, gate, FLOATS, device, inner_contiguous=len(gate))
+    out = _output(out, v, (tokens, spec.num_v_heads, spec.head_v_dim))
+    ring = layer.ring
+    layer.ops.step(
+        *(q, k, v, g, beta, A_log, dt_bias, layer.state, ring["k"], ring["v"], ring["u"], ring["g"], ring["beta"]),
+        *(layer.cursors, step.slot_indices, step.query_start_loc, out),
+        buffer_len=step.buffer_len,
+        pad_slot_id=step.pad_slot_id,
+        scale=spec.head_k_dim**-0.5 if scale is None else scale,
+        use_qk_l2norm=spec.use_qk_l2norm,
+        lower_bound=spec.lower_bound if isinstance(spec, KDASpec) else None,
+        max_window_len=step.max_window_len,
+    )
+    return out
+
+
+def _num_tokens(step: Step, x: torch.Tensor) -> int:
+    """Tokens of the step; where only the device knows, those of the input."""
+    return step.num_tokens if step.num_tokens >= 0 else x.shape[0]
+
+
+def _output(out: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    check_tensor("out", out, shape, (like.dtype,), like.device)
+    return out

@@ -1,0 +1,126 @@
+"""A cache of three small layers beside a model of what it must hold: every request decoded token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from families import Case, cast, random_params, random_tokens, relative_error, run_stepwise
+
+from replayssm import GDNSpec, KDASpec, Mamba2Spec, Plan, ReplayCache, Step, delta_decode, mamba2_decode
+
+LAYERS = (
+    Case("mamba2", Mamba2Spec(num_heads=4, head_dim=3, d_state=6, n_groups=2, layer_idx=0)),
+    Case("gdn", GDNSpec(num_k_heads=1, num_v_heads=2, head_k_dim=6, head_v_dim=5, layer_idx=2)),
+    Case("kda", KDASpec(num_k_heads=2, num_v_heads=2, head_k_dim=5, head_v_dim=4, lower_bound=-5.0, layer_idx=5)),
+)
+EPS = torch.finfo(torch.float32).eps
+
+
+def small_plan(**options: Any) -> Plan:
+    defaults = {"buffer_len": 6, "num_draft_tokens": 3, "activation": torch.float32}
+    return Plan(tuple(case.spec for case in LAYERS), **(defaults | options))
+
+
+@dataclass
+class Requests:
+    """`states[slot][layer]` is the fp32 state that stepwise decoding holds; `exact` the same in float64."""
+
+    cache: ReplayCache
+    seed: int = 0
+    states: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    exact: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.params = [random_params(case, self.generator) for case in LAYERS]
+
+    def load(self, slots: list[int]) -> None:
+        loaded = [torch.randn(len(slots), *case.spec.state_shape, generator=self.generator) for case in LAYERS]
+        self.cache.load(slots, {case.spec.layer_idx: s for case, s in zip(LAYERS, loaded, strict=True)})
+        for i, slot in enumerate(slots):
+            self.states[slot] = [s[i].clone() for s in loaded]
+            self.exact[slot] = [s[i].double() for s in loaded]
+
+    def forget(self, slot: int) -> None:
+        del self.states[slot], self.exact[slot]
+
+    def copy(self, src: int, dst: int) -> None:
+        self.states[dst] = [s.clone() for s in self.states[src]]
+        self.exact[dst] = [s.clone() for s in self.exact[src]]
+
+    def step(self, slots: list[int], lens: list[int] | None, accepted: list[int] | None, **options: Any) -> None:
+        """One step of all layers; checks its outputs, commits, and advances the model by the accepted tokens."""
+        step = self.cache.begin_step(slots, 1 if lens is None else lens, **options)
+        counts = [1] * len(slots) if lens is None else lens
+        tokens = [random_tokens(case, sum(counts), self.generator) for case in LAYERS]
+        outputs = [self.decode(i, step, tokens[i]) for i in range(len(LAYERS))]
+        self.cache.commit(step, accepted)
+        kept = counts if accepted is None else accepted
+        for i, case in enumerate(LAYERS):
+            self._check_outputs(i, case, outputs[i], tokens[i], slots, counts)
+            self._advance(i, case, tokens[i], slots, counts, kept)
+
+    def decode(self, i: int, step: Step, tokens: dict[str, Any], cache: ReplayCache | None = None) -> torch.Tensor:
+        """Outputs of layer i, through `cache` (None: this model's own)."""
+        layer, inputs = (
+            (cache or self.cache).layer(LAYERS[i].spec.layer_idx),
+            cast(tokens | self.params[i], torch.float32),
+        )
+        if LAYERS[i].prefix == "mamba2":
+            return mamba2_decode(layer, step, **inputs)
+        return delta_decode(layer, step, **inputs)
+
+    def _rows(self, i: int, slots: list[int], store: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+        zero = torch.zeros(LAYERS[i].spec.state_shape, dtype=torch.float64)
+        dtype = torch.float64 if store is self.exact else torch.float32
+        return torch.stack([store[s][i] if s in store else zero for s in slots]).to(dtype)
+
+    def _run(
+        self,
+        i: int,
+        case: Case,
+        tokens: dict[str, Any],
+        slots: list[int],
+        counts: list[int],
+        kept: list[int],
+        exact: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(outputs, states after) of stepwise decoding of the first `kept` tokens of each row."""
+        starts = torch.tensor([0, *counts]).cumsum(0).tolist()
+        index = [starts[r] + j for r, n in enumerate(kept) for j in range(n)]
+        dtype = torch.float64 if exact else torch.float32
+        chosen = {n: None if v is None else v[index] for n, v in tokens.items()} | self.params[i]
+        states = self._rows(i, slots, self.exact if exact else self.states)
+        rows = torch.tensor([r if s in self.states else -1 for r, s in enumerate(slots)], dtype=torch.int32)
+        loc = torch.tensor([0, *kept]).cumsum(0).int()
+        backend = "reference" if exact else "torch"
+        return run_stepwise(case, backend, cast(chosen, dtype, dtype), states, rows, loc), states
+
+    def _check_outputs(
+        self, i: int, case: Case, out: torch.Tensor, tokens: dict[str, Any], slots: list[int], counts: list[int]
+    ) -> None:
+        expected, _ = self._run(i, case, tokens, slots, counts, counts, exact=True)
+        plain, _ = self._run(i, case, tokens, slots, counts, counts, exact=False)
+        assert torch.isfinite(out).all()
+        # Four times ordinary decoding's own error, plus a few roundings of the largest output.
+        allowed = 4 * relative_error(plain, expected) + 32 * EPS
+        assert relative_error(out, expected) <= allowed
+
+    def _advance(
+        self, i: int, case: Case, tokens: dict[str, Any], slots: list[int], counts: list[int], kept: list[int]
+    ) -> None:
+        for exact, store in ((True, self.exact), (False, self.states)):
+            _, after = self._run(i, case, tokens, slots, counts, kept, exact)
+            for row, slot in enumerate(slots):
+                if slot in store:
+                    store[slot][i] = after[row]
+
+    def check(self) -> None:
+        """Every request's materialised state equals stepwise decoding's to the last bit."""
+        slots = sorted(self.states)
+        for i, case in enumerate(LAYERS):
+            if slots:
+                got = self.cache.materialize(case.spec.layer_idx, slots)
+                assert torch.equal(got, self._rows(i, slots, self.states)), case

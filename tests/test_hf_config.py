@@ -1,0 +1,283 @@
+"""layer_specs against the shapes that transformers really uses, raw files, presets and wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import available_architectures, tiny_config, tiny_model
+
+from replayssm import hf_config
+from replayssm.checks import ReplayError
+from replayssm.config import GDNSpec, KDASpec, Mamba2Spec
+from replayssm.hf_config import layer_specs, supported_model_types
+from replayssm.presets import PRESETS, preset
+
+ARCHITECTURES = available_architectures()
+
+# What the models' own config.json files hold, in their own spelling.
+RAW: dict[str, tuple[dict[str, Any], int, Any]] = {
+    "nemotron_h": (
+        {
+            "hybrid_override_pattern": "M-M*-ME",
+            "mamba_num_heads": 96,
+            "mamba_head_dim": 80,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+        },
+        3,
+        Mamba2Spec(96, 80, 128, 8, layer_idx=5),
+    ),
+    "mamba2": (
+        {"num_hidden_layers": 3, "num_heads": 24, "head_dim": 64, "state_size": 128, "n_groups": 1, "conv_kernel": 4},
+        3,
+        Mamba2Spec(24, 64, 128, 1, layer_idx=2),
+    ),
+    "bamba": (
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 4,
+            "attn_layer_indices": [1],
+            "mamba_expand": 2,
+            "mamba_n_heads": 128,
+            "mamba_d_head": "auto",
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+        },
+        3,
+        Mamba2Spec(128, 64, 128, 1, layer_idx=3),
+    ),
+    "granitemoehybrid": (
+        {
+            "hidden_size": 4096,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "mamba_expand": 2,
+            "mamba_n_heads": 128,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+        },
+        2,
+        Mamba2Spec(128, 64, 128, 1, layer_idx=2),
+    ),
+    "falcon_h1": (
+        {
+            "hidden_size": 5120,
+            "num_hidden_layers": 2,
+            "mamba_d_ssm": 4096,
+            "mamba_n_heads": 32,
+            "mamba_d_head": 128,
+            "mamba_d_state": 256,
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 4,
+        },
+        2,
+        Mamba2Spec(32, 128, 256, 2, layer_idx=1),
+    ),
+    "zamba2": (
+        {
+            "hidden_size": 2560,
+            "layers_block_type": ["mamba", "hybrid"],
+            "mamba_expand": 2,
+            "n_mamba_heads": 80,
+            "mamba_d_state": 64,
+            "mamba_ngroups": 1,
+            "mamba_d_conv": 4,
+        },
+        2,
+        Mamba2Spec(80, 64, 64, 1, layer_idx=1),
+    ),
+    "qwen3_next": (
+        {
+            "num_hidden_layers": 8,
+            "full_attention_interval": 4,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+        6,
+        GDNSpec(16, 32, 128, 128, layer_idx=6),
+    ),
+    "kimi_linear": (
+        {
+            "linear_attn_config": {
+                "kda_layers": [1, 2, 3, 5],
+                "full_attn_layers": [4],
+                "num_heads": 32,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+            }
+        },
+        4,
+        KDASpec(32, 32, 128, 128, layer_idx=4),
+    ),
+    "glm5_next": (
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_attn_config": {
+                "num_heads": 64,
+                "head_dim": 128,
+                "short_conv_kernel_size": 4,
+                "gate_lower_bound": None,
+            },
+        },
+        1,
+        KDASpec(64, 64, 128, 128, lower_bound=-5.0),
+    ),
+    "bailing_hybrid": (
+        {
+            "num_hidden_layers": 7,
+            "layer_group_size": 6,
+            "num_attention_heads": 32,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "kda_safe_gate": False,
+            "kda_lower_bound": -5.0,
+        },
+        6,
+        KDASpec(32, 32, 128, 128, layer_idx=6, lower_bound=None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_specs_match_the_states_of_the_model(name: str) -> None:
+    model = tiny_model(name)
+    specs = layer_specs(model.config)
+    generated = model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, return_dict_in_generate=True)
+    cache = generated.past_key_values
+    states = [getattr(layer, "recurrent_states", {0: None})[0] for layer in cache.layers]
+    with_state = [i for i, state in enumerate(states) if state is not None]
+    assert [spec.layer_idx for spec in specs] == with_state
+    for spec in specs:
+        layer = cache.layers[spec.layer_idx]
+        heads, V, K = spec.state_shape
+        shape = (heads, V, K) if spec.family == "mamba2" else (heads, K, V)
+        assert tuple(layer.recurrent_states[0].shape[1:]) == shape
+        assert layer.conv_states[0].shape[-1] == spec.conv_kernel
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_object_dict_file_and_folder_agree(name: str, tmp_path: Path) -> None:
+    config = tiny_config(name)
+    expected = layer_specs(config)
+    config.save_pretrained(tmp_path)
+    assert layer_specs(tmp_path) == expected
+    assert layer_specs(str(tmp_path / "config.json")) == expected
+    assert layer_specs(config.to_dict()) == expected
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_raw_fields_without_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields, count, last = RAW[name]
+    monkeypatch.setattr(hf_config, "find_spec", lambda _: None)
+    specs = layer_specs({"model_type": name, **fields})
+    assert len(specs) == count
+    assert specs[-1] == last
+
+
+def test_both_gate_forms() -> None:
+    fields = RAW["bailing_hybrid"][0]
+    assert layer_specs({"model_type": "bailing_hybrid", **fields, "kda_safe_gate": True})[0].lower_bound == -5.0
+    flat = {"linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 4, "linear_lower_bound": None}
+    assert layer_specs({"model_type": "glm5_next", "layer_types": ["linear_attention"], **flat})[0].lower_bound is None
+
+
+def test_nested_text_config() -> None:
+    fields = RAW["qwen3_next"][0]
+    outer = {"model_type": "qwen3_5", "vision_config": {}, "text_config": {"model_type": "qwen3_5_text", **fields}}
+    assert layer_specs(outer) == layer_specs({"model_type": "qwen3_next", **fields})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_missing_fields_take_the_defaults_of_the_model(name: str) -> None:
+    from transformers import AutoConfig
+
+    assert layer_specs({"model_type": name}) == layer_specs(AutoConfig.for_model(name))
+
+
+def test_missing_field_without_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_config, "find_spec", lambda _: None)
+    with pytest.raises(ReplayError, match=r"'mamba_num_heads'.*installed transformers"):
+        layer_specs({"model_type": "nemotron_h", "hybrid_override_pattern": "M"})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'; allowed: nemotron_h, .*bailing_hybrid"),
+        ({}, "model_type is 'None'; allowed: nemotron_h"),
+        (17, "config is 'int'; allowed: a transformers configuration"),
+        ("no/such/file.json", "no/such/file.json.*allowed: a config.json"),
+        ({"model_type": "mamba2", **RAW["mamba2"][0], "num_heads": "24"}, "num_heads is '24'; allowed: an integer"),
+        ({"model_type": "mamba2", **RAW["mamba2"][0], "n_groups": 7}, "n_groups is 7; allowed: a divisor"),
+        ({"model_type": "bamba", **RAW["bamba"][0], "mamba_d_head": 60}, "mamba_d_head is 60; allowed: the inner size"),
+        (
+            {"model_type": "qwen3_next", **RAW["qwen3_next"][0], "layer_types": ["full_attention"]},
+            "no SSM layers; allowed: at least one",
+        ),
+    ],
+)
+def test_wrong_input_gets_one_clear_error(config: object, message: str) -> None:
+    with pytest.raises(ReplayError, match=message):
+        layer_specs(config)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_wrong_file_gets_one_clear_error(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ReplayError, match=r"allowed: a (config\.json|JSON object)"):
+        layer_specs(tmp_path)
+
+
+def test_raw_file_is_read_without_importing_transformers(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2", **RAW["mamba2"][0]}))
+    code = (
+        "import sys; from replayssm.hf_config import layer_specs; "
+        f"assert len(layer_specs({str(tmp_path)!r})) == 3; assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_supported_model_types() -> None:
+    assert len(supported_model_types()) == 13
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "family", "state_elements"),
+    [
+        ("nemotron-3-nano-4b", 21, "mamba2", 96 * 80 * 128),
+        ("nemotron-3-super-120b-a12b", 40, "mamba2", 128 * 64 * 128),
+        ("granite-4-hybrid", 36, "mamba2", 128 * 64 * 128),
+        ("falcon-h1-34b", 72, "mamba2", 32 * 128 * 256),
+        ("qwen3.5-4b", 24, "gdn", 32 * 128 * 128),
+        ("qwen3.5-122b-a10b", 36, "gdn", 64 * 128 * 128),
+        ("qwen3-next-80b-a3b", 36, "gdn", 32 * 128 * 128),
+        ("kimi-linear-48b", 20, "kda", 32 * 128 * 128),
+        ("kimi-k3", 69, "kda", 96 * 128 * 128),
+        ("glm-5.3-flash", 34, "kda", 64 * 128 * 128),
+    ],
+)
+def test_presets(name: str, count: int, family: str, state_elements: int) -> None:
+    specs = preset(name)
+    assert name in PRESETS
+    assert [spec.family for spec in specs] == [family] * count
+    heads, V, K = specs[0].state_shape
+    assert heads * V * K == state_elements
+    assert len({spec.layer_idx for spec in specs}) == count
+
+
+def test_unknown_preset_suggests_a_name() -> None:
+    with pytest.raises(ReplayError, match=r"preset is 'qwen3\.5-4B-it'.*did you mean 'qwen3\.5-4b'"):
+        preset("qwen3.5-4B-it")

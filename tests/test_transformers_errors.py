@@ -1,0 +1,261 @@
+"""Wrong uses of the transformers integration: one clear error each, and everything still works afterwards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from generation_runs import BATCH, cache_argument, prompts, run
+from tiny_models import tiny_model
+from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from replayssm.checks import ReplayError
+from replayssm.integrations import hf_route
+from replayssm.integrations.hf_cache import ReplayDynamicCache
+from replayssm.integrations.transformers import ReplayHandle, disable, enable
+
+MODELS = ("nemotron_h", "qwen3_5", "kimi_linear")
+
+
+def tiny_llama() -> Any:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, **shape))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: 17, {}, "model is 'int'; allowed: a transformers model"),
+        (lambda: nn.Linear(2, 2), {}, "model is 'Linear'; allowed: a transformers model"),
+        (tiny_llama, {}, "model_type is 'llama'; allowed: nemotron_h, mamba2"),
+        (None, {"buffer_len": 0}, "buffer_len is 0; allowed"),
+        (None, {"buffer_len": 2.5}, r"buffer_len is 2\.5; allowed"),
+        (None, {"checkpoint": "int4"}, "checkpoint is 'int4'; allowed: fp32"),
+        (None, {"read": "fp3"}, "read is 'fp3'; allowed: none"),
+        (None, {"activation": torch.int8}, r"activation is torch\.int8; allowed"),
+        (None, {"backend": "cuda"}, "backend is 'cuda'; allowed: auto"),
+        (None, {"spread_flushes": 3}, "spread_flushes is 3; allowed"),
+        (lambda: tiny_model("mamba2", dtype=torch.float64), {}, r"activation is torch\.float64; allowed"),
+        (lambda: tiny_model("mamba2").to("meta"), {}, r"model.device is \['meta'\]; allowed: one device"),
+    ],
+)
+def test_enable_refuses(make: Callable[[], Any] | None, options: dict[str, Any], message: str) -> None:
+    model = tiny_model("mamba2") if make is None else make()
+    with pytest.raises(ReplayError, match=message):
+        enable(model, **options)
+    assert not hf_route._patched
+    assert "_prepare_cache_for_generation" not in getattr(model, "__dict__", {})
+
+
+def test_enable_refuses_a_model_with_other_layer_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hf_route.DECODE_CALLS, "mamba2", ("another_update", "state"))
+    with pytest.raises(ReplayError, match=r"model is 'Mamba2ForCausalLM'; allowed: .* calls another_update"):
+        enable(tiny_model("mamba2"))
+
+
+def test_enable_refuses_a_second_set_of_options() -> None:
+    model = tiny_model("mamba2")
+    with enable(model, buffer_len=4) as handle:
+        with pytest.raises(ReplayError, match="enabled with other options"):
+            enable(model, buffer_len=5)
+        assert enable(model, buffer_len=4) is handle
+        run(model)
+    enable(model, buffer_len=5).disable()
+
+
+def test_disable_of_another_model_does_nothing() -> None:
+    disable(tiny_llama())
+    with pytest.raises(ReplayError, match="model is 'str'; allowed: a transformers model"):
+        disable("model")
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param)
+
+
+@pytest.fixture
+def handle(model: Any) -> Any:
+    with enable(model, buffer_len=4) as handle:
+        yield handle
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_implementation": "static"}, "cache_implementation is 'static'; allowed: None or 'dynamic'"),
+        ({"cache_implementation": "offloaded"}, "cache_implementation is 'offloaded'; allowed: None or 'dynamic'"),
+        ({"cache_implementation": "quantized"}, "cache_implementation is 'quantized'; allowed: None or 'dynamic'"),
+        ({"prompt_lookup_num_tokens": 3, "rows": 1}, "(?i)assisted.generation"),
+    ],
+)
+def test_generate_refuses(model: Any, handle: ReplayHandle, options: dict[str, Any], message: str) -> None:
+    rows = options.pop("rows", BATCH) if "rows" in options else BATCH
+    inputs = {key: value[:rows] for key, value in prompts().items()}
+    expected = run(model)
+    with pytest.raises(ValueError, match=message):
+        run(model, **inputs, **options)
+    assert all(map(torch.equal, run(model).logits, expected.logits))
+
+
+def test_the_model_cannot_be_an_assistant(model: Any, handle: ReplayHandle) -> None:
+    with pytest.raises(ReplayError, match="generation mode is 'assistant'; allowed: greedy_search"):
+        run(model, is_assistant=True)
+
+
+@torch.no_grad()
+def step(model: Any, cache: Any, batch: int = BATCH, tokens: int = 1) -> torch.Tensor:
+    ids = torch.full((batch, tokens), 7)
+    return model(ids, use_cache=True, **cache_argument(model, cache)).logits
+
+
+@pytest.fixture
+def cache(model: Any, handle: ReplayHandle) -> Any:
+    """A cache in the middle of a window."""
+    cache = handle.new_cache()
+    run(model, max_new_tokens=7, **cache_argument(model, cache))
+    return cache
+
+
+def assert_unchanged(model: Any, cache: Any, before: Any) -> None:
+    assert torch.equal(cache.core.cursors, before.core.cursors)
+    assert torch.equal(step(model, cache), step(model, before))
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 1), (BATCH + 1, 1), (2, 3)])
+def test_another_batch_size(model: Any, cache: Any, batch: int, tokens: int) -> None:
+    before = copy.deepcopy(cache)
+    with pytest.raises(ReplayError, match=f"batch size is {batch}; allowed: {BATCH}, the batch size of the cache"):
+        step(model, cache, batch, tokens)
+    assert_unchanged(model, cache, before)
+
+
+def test_decoding_with_gradients(model: Any, cache: Any) -> None:
+    before = copy.deepcopy(cache)
+    with pytest.raises(ReplayError, match=r"torch.is_grad_enabled\(\) is True while decoding; allowed: torch.no_grad"):
+        model(torch.full((BATCH, 1), 7), use_cache=True, **cache_argument(model, cache))
+    assert_unchanged(model, cache, before)
+
+
+def test_cache_of_another_plan(model: Any, handle: ReplayHandle) -> None:
+    other = ReplayDynamicCache(model.config, handle.plan.with_options(buffer_len=9))
+    with pytest.raises(ReplayError, match="cache was made for another model or other options"):
+        run(model, **cache_argument(model, other))
+
+
+def test_cache_of_a_model_that_is_not_enabled(model: Any) -> None:
+    with enable(model) as handle:
+        plan = handle.plan
+    with pytest.raises(ReplayError, match=r"the model is not enabled; allowed: replayssm\.enable"):
+        run(model, **cache_argument(model, ReplayDynamicCache(model.config, plan)))
+
+
+@pytest.mark.parametrize("call", [lambda c: c.crop(-1), lambda c: c.activate_past_recording()])
+def test_rolling_back(model: Any, cache: Any, call: Callable[[Any], None]) -> None:
+    before = copy.deepcopy(cache)
+    with pytest.raises(ReplayError, match="allowed"):
+        call(cache)
+    assert_unchanged(model, cache, before)
+
+
+def test_copying_or_pickling_an_enabled_model(model: Any, handle: ReplayHandle) -> None:
+    with pytest.raises(ReplayError, match=r"model is enabled; allowed: disable\(model\) before"):
+        copy.deepcopy(model)
+    with pytest.raises(ReplayError, match=r"model is enabled; allowed: disable\(model\) before"):
+        pickle.dumps(model)
+    run(model, max_new_tokens=2)
+
+
+class Broken(Exception):
+    """Raised inside a forward call."""
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_forward_that_raises_half_way(model: Any, cache: Any, tokens: int) -> None:
+    """Convolution states have moved on by then, as in plain transformers: going on would give wrong tokens."""
+    before = cache.core.cursors[:, :2].clone()
+    last = model.get_decoder().layers[-1]
+
+    def fail(*_: Any) -> None:
+        raise Broken
+
+    hook = last.register_forward_hook(fail)
+    with pytest.raises(Broken):
+        step(model, cache, tokens=tokens)
+    hook.remove()
+    if tokens == 1:
+        assert torch.equal(cache.core.cursors[:, :2], before)
+    for _ in range(2):
+        with pytest.raises(ReplayError, match=r"left half written by a call that raised; allowed: reset\(\)"):
+            step(model, cache)
+    cache.reset()
+    assert torch.equal(run(model).sequences, run(model).sequences)
+
+
+def test_forward_that_raises_before_the_layers(model: Any, cache: Any) -> None:
+    before = copy.deepcopy(cache)
+    with torch.no_grad(), pytest.raises(IndexError):
+        model(torch.full((BATCH, 1), 10**6), use_cache=True, **cache_argument(model, cache))
+    assert_unchanged(model, cache, before)
+
+
+def test_layers_that_bypass_the_cache(model: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _ = hf_route.DECODE_CALLS[cache.plan.layers[0].family]
+    ((module, _),) = hf_route._patched
+    routed = getattr(module, name)
+    calls = []
+
+    def bypass(*args: Any, **kwargs: Any) -> Any:
+        calls.append(0)
+        if len(calls) > 1:
+            return routed(*args, **kwargs)
+        state = kwargs.get("initial_state", args[0])
+        plain, _ = hf_route._patched[module, name]
+        detached = state.clone()
+        return (
+            plain(detached, *args[1:], **kwargs)
+            if state is args[0]
+            else plain(*args, **{**kwargs, "initial_state": detached})
+        )
+
+    monkeypatch.setattr(module, name, bypass)
+    with pytest.raises(ReplayError, match=r"layers \[0\] did not pass their state through the cache"):
+        step(model, cache)
+
+
+def test_layer_that_decodes_twice_in_a_step(model: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _ = hf_route.DECODE_CALLS[cache.plan.layers[0].family]
+    ((module, _),) = hf_route._patched
+    routed = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *a, **k: (routed(*a, **k), routed(*a, **k))[1])
+    with pytest.raises(ReplayError, match="layer 0 decodes outside a step, or twice in one"):
+        step(model, cache)
+
+
+def test_activations_wider_than_the_ring(model: Any) -> None:
+    narrower = r"dtype is torch\.float32; allowed: torch\.bfloat16, or a narrower one"
+    with enable(model, activation=torch.bfloat16), pytest.raises(ReplayError, match=narrower):
+        run(model)
+
+
+def test_activations_narrower_than_the_ring() -> None:
+    model = tiny_model("qwen3_5", dtype=torch.bfloat16)
+    with enable(model, activation=torch.float32):
+        assert isinstance(run(model).past_key_values, ReplayDynamicCache)
+
+
+def test_cache_for_another_shape_of_model(handle: ReplayHandle) -> None:
+    with pytest.raises(ReplayError, match=r"layer 0 of the model's cache is .*; allowed: a LinearAttentionLayer"):
+        ReplayDynamicCache(LlamaConfig(num_hidden_layers=1), handle.plan)
+
+
+def test_plain_cache_is_not_touched_by_errors(model: Any, handle: ReplayHandle) -> None:
+    cache = DynamicCache(config=model.config)
+    run(model, **cache_argument(model, cache))
+    with pytest.raises(ValueError, match="cache_implementation"):
+        run(model, cache_implementation="static", **cache_argument(model, cache))
