@@ -26,7 +26,7 @@ def print_json(value: Mapping[str, object]) -> None:
 
 def print_table(title: str, rows: Sequence[tuple[str, ...]], columns: tuple[str, ...] | None = None) -> None:
     """Print `rows` under `title`; with headings, all columns but the first are right-aligned."""
-    table = Table(box=box.SIMPLE_HEAD, show_header=columns is not None, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_header=columns is not None, pad_edge=False, collapse_padding=True)
     for i, heading in enumerate(columns or ("",) * len(rows[0])):
         table.add_column(heading, justify="right" if columns is not None and i else "left")
     for row in rows:

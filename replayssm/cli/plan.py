@@ -61,6 +61,7 @@ def summary(model: str, plan: Plan, batch: int) -> dict[str, object]:
         "state_bytes_per_request": plan.state_bytes_per_request,
         "ring_bytes_per_request": plan.ring_bytes_per_request,
         "read_copy_bytes_per_request": plan.read_copy_bytes_per_request,
+        "snapshot_bytes_per_request": plan.snapshot_bytes_per_request,
         "step_bytes": {"stepwise": step.stepwise, "replay": step.replay},
         "traffic_ratio": round(plan.traffic_ratio(batch), 4),
         "buffer_len": plan.buffer_len,
@@ -72,6 +73,10 @@ def summary(model: str, plan: Plan, batch: int) -> dict[str, object]:
 
 def show(model: str, plan: Plan, batch: int, tp: int) -> None:
     """Print the same numbers as two tables."""
+    snapshots = []
+    if plan.num_draft_tokens:
+        text = f"instead: {plan.max_window_len} states, one for each token of a window"
+        snapshots = [(text, human_bytes(plan.snapshot_bytes_per_request))]
     rank = f", one of {tp} tensor-parallel ranks" if tp > 1 else ""
     print_table(
         f"{model}{rank}: {_shapes(plan.layers)}",
@@ -80,6 +85,7 @@ def show(model: str, plan: Plan, batch: int, tp: int) -> None:
             (f"ring ({plan.ring_len} rows)", human_bytes(plan.ring_bytes_per_request)),
             ("read copy (" + plan.read + ")", human_bytes(plan.read_copy_bytes_per_request)),
             ("all", human_bytes(plan.memory_per_request)),
+            *snapshots,
         ],
         ("memory of one request", "bytes"),
     )

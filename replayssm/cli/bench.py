@@ -1,0 +1,147 @@
+"""`replayssm bench`: decode steps of a model's layers on this GPU, beside its ceilings and the byte limit."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from replayssm.cli.output import JsonFlag, console, print_json, print_table
+from replayssm.cli.plan import model_layers
+
+if TYPE_CHECKING:
+    from replayssm.bench.decode import Timing
+    from replayssm.bench.timing import Ceilings
+    from replayssm.config import LayerSpec
+    from replayssm.plan import Plan
+
+BATCHES = (1, 8, 32, 128, 256)
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A preset, config.json or folder.")] = "qwen3.5-4b",
+    batch: Annotated[list[int] | None, typer.Option(help="Requests decoded together; may be repeated.")] = None,
+    buffer_len: Annotated[int, typer.Option(help="Committed rows a slot may hold before it flushes.")] = 16,
+    checkpoint: Annotated[str, typer.Option(help="Format of the checkpoint.")] = "fp32",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size: the times are those of one rank.")] = 1,
+    csv_path: Annotated[Path | None, typer.Option("--csv", help="Also write the numbers to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw them to this file (needs the plots extra).")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Time ordinary decoding, whole flush cycles and flushes of one layer, after checking that layer."""
+    import torch
+
+    from replayssm.bench.decode import PHASES, LayerBench
+    from replayssm.bench.timing import measure_ceilings
+    from replayssm.checks import ReplayError, check_int
+    from replayssm.plan import Plan
+
+    if not torch.cuda.is_available():
+        raise ReplayError("device is 'cpu'; allowed for bench: a CUDA device (none was found here)")
+    batches = [check_int("batch", b, 1) for b in batch or BATCHES]
+    spec = next(iter(dict.fromkeys(layer.shard(tp) for layer in model_layers(model))))
+    plan = Plan((spec,), buffer_len=buffer_len, checkpoint=checkpoint, device="cuda")
+    out = console(stderr=True)
+    with out.status("checking") as status:
+        require_correct(spec, plan, batches)
+        status.update("measuring the ceilings")
+        ceilings = measure_ceilings(torch.device("cuda"))
+        timings = []
+        for b in batches:
+            status.update(f"batch {b}")
+            bench = LayerBench(plan, b)
+            timings += [bench.time(phase, ceilings) for phase in PHASES]
+            del bench
+    if csv_path is not None:
+        _write_csv(csv_path, model, timings)
+    if plot is not None:
+        _draw(plot, model, timings)
+    if json:
+        print_json({"model": model, **environment(), **asdict(ceilings), "timings": [asdict(t) for t in timings]})
+    else:
+        _show(model, spec, ceilings, timings)
+
+
+def require_correct(spec: LayerSpec, plan: Plan, batches: list[int]) -> None:
+    """A number without a passing check is not a number."""
+    from dataclasses import replace
+
+    import torch
+
+    from replayssm.check import check_cases, run_check, shrink
+    from replayssm.checks import ReplayError
+
+    for case in check_cases([shrink(replace(spec, layer_idx=0))], ["decode"], batches):
+        if case.activation == "bf16" and case.checkpoint == plan.checkpoint:
+            result = run_check(case, torch.device("cuda"))
+            if not result.passed:
+                raise ReplayError(f"check failed: {result}; see `replayssm check`")
+
+
+def environment() -> dict[str, str]:
+    """The device and versions that a number belongs to."""
+    import torch
+
+    from replayssm.env import package_version
+
+    versions = {name: package_version(name) or "none" for name in ("replayssm", "torch", "triton")}
+    return {"gpu": torch.cuda.get_device_name(), **versions}
+
+
+def _show(model: str, spec: LayerSpec, ceilings: Ceilings, timings: list[Timing]) -> None:
+    by_batch: dict[int, dict[str, Timing]] = {}
+    for timing in timings:
+        by_batch.setdefault(timing.batch, {})[timing.phase] = timing
+    rows = []
+    for batch, phases in by_batch.items():
+        stepwise, cycle, flush = phases["stepwise"], phases["cycle"], phases["flush"]
+        rows.append(
+            (
+                str(batch),
+                f"{stepwise.us:.1f}",
+                f"{cycle.us:.1f}",
+                f"{phases['cycle_lockstep'].us:.1f}",
+                f"{flush.us:.1f}",
+                f"{stepwise.us / cycle.us:.2f}x",
+                f"{cycle.gbps:.0f}",
+                f"{cycle.read_fraction:.2f}",
+                f"{flush.update_fraction:.2f}",
+            )
+        )
+    where = environment()
+    versions = f"torch {where['torch']}, triton {where['triton']}"
+    shape = "x".join(map(str, spec.state_shape))
+    print_table(
+        f"{model}, one {spec.family} layer with state {shape}, on {where['gpu']} ({versions})\n"
+        f"ceilings: read {ceilings.read_gbps:.0f} GB/s, update {ceilings.update_gbps:.0f} GB/s; times in microseconds",
+        rows,
+        ("batch", "stepwise", "cycle", "lockstep", "flush", "gain", "GB/s", "of read", "flush"),
+    )
+    typer.echo("cycle: mean step of a whole window with flushes spread over the rows; lockstep: all rows together.")
+    typer.echo("of read: useful bytes of a cycle against the read ceiling; flush (last): against the update ceiling.")
+
+
+def _write_csv(path: Path, model: str, timings: list[Timing]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["model", *asdict(timings[0])])
+        writer.writeheader()
+        writer.writerows({"model": model, **asdict(timing)} for timing in timings)
+
+
+def _draw(path: Path, model: str, timings: list[Timing]) -> None:
+    from replayssm.checks import ReplayError
+
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ReplayError("plot needs matplotlib; allowed after: pip install 'replayssm[plots]'") from error
+    axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
+    for phase in dict.fromkeys(timing.phase for timing in timings):
+        points = [(t.batch, t.us / t.batch) for t in timings if t.phase == phase]
+        axes.plot(*zip(*points, strict=True), marker="o", label=phase.replace("_", ", "))
+    axes.set(xscale="log", yscale="log", xlabel="batch", ylabel="microseconds a row", title=model)
+    axes.legend()
+    figure.savefig(path, dpi=150)
