@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from replayssm.cursors import Step
 from replayssm.layer import LayerCache, allocate_layer, view_layer
 from replayssm.plan import Plan
 from replayssm.slots import Slots, check_accepted, check_windows, slot_tensor
+from replayssm.trees import Paths, check_parents, check_paths, path_lens
 
 STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -125,12 +127,15 @@ class ReplayCache:
         query_start_loc: torch.Tensor | None = None,
         max_window_len: int | None = None,
         buffer_len: int | None = None,
+        parents: torch.Tensor | Sequence[int] | None = None,
     ) -> Step:
         """Describe a step, without a host synchronisation and without changing the cache.
 
         slot_indices [batch]: the slot of every row, padding included. window_lens: tokens of every row (one number:
         the same for all; zero is allowed in a sequence). Or query_start_loc [batch + 1] int32 on the device with
-        max_window_len. buffer_len: a lower one than the plan's for this step.
+        max_window_len. buffer_len: a lower one than the plan's for this step. parents [num_tokens] int32: windows are
+        trees, and each token names an earlier one of its row's window, or -1 for the last committed token; commit such
+        a step with accepted_paths.
         """
         slots = slot_tensor("slot_indices", slot_indices, self.num_slots, self.device, padding=self.pad_slot_id)
         limit = self.plan.buffer_len
@@ -138,14 +143,45 @@ class ReplayCache:
             limit = check_int("buffer_len", buffer_len, 1, limit)
         longest = min(self.plan.max_window_len, limit)
         windows = check_windows(len(slots), window_lens, query_start_loc, max_window_len, longest, self.device)
-        return Step(slots, *windows, buffer_len=limit, pad_slot_id=self.pad_slot_id, epoch=self._epoch)
+        step = Step(slots, *windows, buffer_len=limit, pad_slot_id=self.pad_slot_id, epoch=self._epoch)
+        if parents is None:
+            return step
+        return replace(step, parents=check_parents(parents, step.window_lens, step.num_tokens, self.device))
 
-    def commit(self, step: Step, num_accepted_tokens: torch.Tensor | Sequence[int] | None = None) -> None:
-        """Accept the first `num_accepted_tokens` [batch] tokens of every window (None: all). Once a step."""
+    def commit(
+        self,
+        step: Step,
+        num_accepted_tokens: torch.Tensor | Sequence[int] | None = None,
+        *,
+        accepted_paths: Paths | None = None,
+    ) -> None:
+        """Accept the first `num_accepted_tokens` [batch] tokens of every window (None: all). Once a step.
+
+        Or accept the tokens of accepted_paths [batch, depth]: indices in the window from a token without parent to its
+        last accepted descendant, then -1. Rows of a path that are apart are moved together in every layer's ring.
+        """
         if step.epoch != self._epoch:
             raise ReplayError("step is an earlier one; allowed: the last step, committed once")
         accepted = None if num_accepted_tokens is None else check_accepted(num_accepted_tokens, step, self.device)
+        if accepted_paths is not None:
+            if accepted is not None:
+                raise fail("num_accepted_tokens", "given with accepted_paths", "one of them")
+            paths = check_paths(accepted_paths, step, self.device)
+            for layer in self._layers.values():
+                layer.move_rows(step.slot_indices, paths, step.pad_slot_id)
+            accepted = path_lens(paths)
+        elif step.parents is not None:
+            raise fail("accepted_paths", None, "the accepted path of every row, for a step with parents")
         cursor_ops.commit(self.cursors, step, accepted, self.plan.ring_len)
+        self._epoch += 1
+
+    def take_back(self, slots: Slots, num_tokens: torch.Tensor | Sequence[int]) -> None:
+        """Forget the last `num_tokens` [n] committed tokens of `slots` [n], which no flush may have replayed yet.
+
+        A step never replays its own tokens, so those of the last step can always be taken back.
+        """
+        index = self._slots(slots)
+        cursor_ops.take_back(self.cursors, index, self._check_counts(num_tokens, index))
         self._epoch += 1
 
     def flush(self, slots: Slots | None = None) -> None:

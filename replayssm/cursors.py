@@ -18,7 +18,8 @@ class Step:
     """One step of a batch, as kernels and `commit` see it; made by `ReplayCache.begin_step`.
 
     slot_indices [batch] int32; query_start_loc [batch + 1] int32, or None for one token a row. `max_window_len`,
-    `num_tokens` and `buffer_len` are host integers, so nothing depends on what the device holds.
+    `num_tokens` and `buffer_len` are host integers, so nothing depends on what the device holds. parents [num_tokens]
+    int32: each token's parent inside its row's window, -1 for the last committed token; None: windows are chains.
     """
 
     slot_indices: torch.Tensor
@@ -28,6 +29,7 @@ class Step:
     buffer_len: int
     pad_slot_id: int
     epoch: int
+    parents: torch.Tensor | None = None
 
     @property
     def window_lens(self) -> torch.Tensor:
@@ -84,8 +86,14 @@ def mark_flushed(cursors: torch.Tensor, slots: torch.Tensor, ring_len: int) -> N
     now = cursors[slots]
     start = (now[:, RING_START] + now[:, NUM_COMMITTED]) % ring_len
     flushed = (now[:, NUM_COMMITTED] > 0).to(torch.int32)
-    limit = torch.where(flushed > 0, NO_LIMIT, now[:, WINDOW_LIMIT])
+    limit = torch.full_like(start, NO_LIMIT)
     cursors[slots] = torch.stack([start, torch.zeros_like(start), limit, now[:, NUM_FLUSHES] + flushed], 1).int()
+
+
+def take_back(cursors: torch.Tensor, slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """Forget the last `num_tokens` [n] committed rows of `slots` [n] int64; counts are held to what is committed."""
+    committed = cursors[slots, NUM_COMMITTED]
+    cursors[slots, NUM_COMMITTED] = committed - torch.minimum(num_tokens.clamp(min=0), committed)
 
 
 def reset(cursors: torch.Tensor, slots: torch.Tensor, buffer_len: int, *, spread: bool) -> None:

@@ -37,6 +37,12 @@ class LayerCache:
         if isinstance(self.spec, Mamba2Spec) and self.A is None:
             raise ReplayError(f"A of layer {self.spec.layer_idx} is not known; allowed after bind(layer_idx, A)")
 
+    def move_rows(self, slots: torch.Tensor, accepted_paths: torch.Tensor, pad_slot_id: int) -> None:
+        """Bring the rows of accepted paths together; the cursors are still those of the step."""
+        torch.ops.replayssm.move_rows(
+            list(self.ring.values()), self.cursors, slots, accepted_paths, pad_slot_id=pad_slot_id
+        )
+
     def replay(
         self,
         slots: torch.Tensor,

@@ -1,6 +1,7 @@
 """One step of one layer: append a window of tokens to the ring and compute their outputs.
 
-One token a row is decoding; more is verification of drafts. The same call serves both, and rows may differ.
+One token a row is decoding; more is verification of drafts, a chain or a tree. The same call serves all, and rows
+may differ.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def mamba2_decode(
         pad_slot_id=step.pad_slot_id,
         dt_softplus=dt_softplus,
         max_window_len=step.max_window_len,
+        parents=step.parents,
     )
     return out
 
@@ -113,6 +115,7 @@ def delta_decode(
         use_qk_l2norm=spec.use_qk_l2norm,
         lower_bound=spec.lower_bound if isinstance(spec, KDASpec) else None,
         max_window_len=step.max_window_len,
+        parents=step.parents,
     )
     return out
 

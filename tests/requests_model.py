@@ -18,6 +18,15 @@ LAYERS = (
 EPS = torch.finfo(torch.float32).eps
 
 
+def tree_path(parents: list[int], token: int) -> list[int]:
+    """The path from the root to `token`, itself included."""
+    path: list[int] = []
+    while token >= 0:
+        path.insert(0, token)
+        token = parents[token]
+    return path
+
+
 def small_plan(**options: Any) -> Plan:
     defaults = {"buffer_len": 6, "num_draft_tokens": 3, "activation": torch.float32}
     return Plan(tuple(case.spec for case in LAYERS), **(defaults | options))
@@ -50,17 +59,35 @@ class Requests:
         self.states[dst] = [s.clone() for s in self.states[src]]
         self.exact[dst] = [s.clone() for s in self.exact[src]]
 
-    def step(self, slots: list[int], lens: list[int] | None, accepted: list[int] | None, **options: Any) -> None:
-        """One step of all layers; checks its outputs, commits, and advances the model by the accepted tokens."""
-        step = self.cache.begin_step(slots, 1 if lens is None else lens, **options)
+    def step(
+        self,
+        slots: list[int],
+        lens: list[int] | None,
+        accepted: list[int] | None,
+        *,
+        parents: list[list[int]] | None = None,
+        paths: list[list[int]] | None = None,
+        check_outputs: bool = True,
+        **options: Any,
+    ) -> None:
+        """One step of all layers; checks its outputs, commits, and advances the model by the accepted tokens.
+
+        parents: windows are trees, a list of parents a row, and `paths` the accepted path of each row.
+        """
         counts = [1] * len(slots) if lens is None else lens
+        if parents is not None:
+            options["parents"] = torch.tensor([p for row in parents for p in row], dtype=torch.int32)
+        step = self.cache.begin_step(slots, 1 if lens is None else lens, **options)
         tokens = [random_tokens(case, sum(counts), self.generator) for case in LAYERS]
         outputs = [self.decode(i, step, tokens[i]) for i in range(len(LAYERS))]
-        self.cache.commit(step, accepted)
-        kept = counts if accepted is None else accepted
+        self.cache.commit(step, accepted, accepted_paths=paths)
+        kept = paths or [list(range(n)) for n in (counts if accepted is None else accepted)]
+        starts = [sum(counts[:r]) for r in range(len(counts))]
+        chosen = [[starts[r] + j for j in path] for r, path in enumerate(kept)]
         for i, case in enumerate(LAYERS):
-            self._check_outputs(i, case, outputs[i], tokens[i], slots, counts)
-            self._advance(i, case, tokens[i], slots, counts, kept)
+            if check_outputs:
+                self._check_outputs(i, case, outputs[i], tokens[i], slots, counts, parents)
+            self._advance(i, case, tokens[i], slots, chosen)
 
     def decode(self, i: int, step: Step, tokens: dict[str, Any], cache: ReplayCache | None = None) -> torch.Tensor:
         """Outputs of layer i, through `cache` (None: this model's own)."""
@@ -78,41 +105,50 @@ class Requests:
         return torch.stack([store[s][i] if s in store else zero for s in slots]).to(dtype)
 
     def _run(
+        self, i: int, case: Case, tokens: dict[str, Any], slots: list[int], chosen: list[list[int]], exact: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(outputs, states after) of stepwise decoding of the tokens `chosen` for each row."""
+        index = [t for row in chosen for t in row]
+        dtype = torch.float64 if exact else torch.float32
+        taken = {n: None if v is None else v[index] for n, v in tokens.items()} | self.params[i]
+        states = self._rows(i, slots, self.exact if exact else self.states)
+        rows = torch.tensor([r if s in self.states else -1 for r, s in enumerate(slots)], dtype=torch.int32)
+        loc = torch.tensor([0, *map(len, chosen)]).cumsum(0).int()
+        backend = "reference" if exact else "torch"
+        return run_stepwise(case, backend, cast(taken, dtype, dtype), states, rows, loc), states
+
+    def _check_outputs(
         self,
         i: int,
         case: Case,
+        out: torch.Tensor,
         tokens: dict[str, Any],
         slots: list[int],
         counts: list[int],
-        kept: list[int],
-        exact: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(outputs, states after) of stepwise decoding of the first `kept` tokens of each row."""
-        starts = torch.tensor([0, *counts]).cumsum(0).tolist()
-        index = [starts[r] + j for r, n in enumerate(kept) for j in range(n)]
-        dtype = torch.float64 if exact else torch.float32
-        chosen = {n: None if v is None else v[index] for n, v in tokens.items()} | self.params[i]
-        states = self._rows(i, slots, self.exact if exact else self.states)
-        rows = torch.tensor([r if s in self.states else -1 for r, s in enumerate(slots)], dtype=torch.int32)
-        loc = torch.tensor([0, *kept]).cumsum(0).int()
-        backend = "reference" if exact else "torch"
-        return run_stepwise(case, backend, cast(chosen, dtype, dtype), states, rows, loc), states
-
-    def _check_outputs(
-        self, i: int, case: Case, out: torch.Tensor, tokens: dict[str, Any], slots: list[int], counts: list[int]
+        parents: list[list[int]] | None,
     ) -> None:
-        expected, _ = self._run(i, case, tokens, slots, counts, counts, exact=True)
-        plain, _ = self._run(i, case, tokens, slots, counts, counts, exact=False)
+        if len(out) == 0:
+            return
+        starts = [sum(counts[:r]) for r in range(len(counts))]
+        last: Any = slice(None)
+        if parents is None:
+            chosen = [[first + j for j in range(n)] for first, n in zip(starts, counts, strict=True)]
+        else:
+            # Every token is the end of a chain of its own: the path to it.
+            slots = [slot for slot, n in zip(slots, counts, strict=True) for _ in range(n)]
+            paths = [tree_path(parents[r], t) for r, n in enumerate(counts) for t in range(n)]
+            firsts = [first for first, n in zip(starts, counts, strict=True) for _ in range(n)]
+            chosen = [[first + j for j in path] for first, path in zip(firsts, paths, strict=True)]
+            last = torch.tensor([len(path) for path in paths], dtype=torch.int64).cumsum(0) - 1
+        expected, plain = (self._run(i, case, tokens, slots, chosen, exact)[0][last] for exact in (True, False))
         assert torch.isfinite(out).all()
         # Four times ordinary decoding's own error, plus a few roundings of the largest output.
         allowed = 4 * relative_error(plain, expected) + 32 * EPS
         assert relative_error(out, expected) <= allowed
 
-    def _advance(
-        self, i: int, case: Case, tokens: dict[str, Any], slots: list[int], counts: list[int], kept: list[int]
-    ) -> None:
+    def _advance(self, i: int, case: Case, tokens: dict[str, Any], slots: list[int], chosen: list[list[int]]) -> None:
         for exact, store in ((True, self.exact), (False, self.states)):
-            _, after = self._run(i, case, tokens, slots, counts, kept, exact)
+            _, after = self._run(i, case, tokens, slots, chosen, exact)
             for row, slot in enumerate(slots):
                 if slot in store:
                     store[slot][i] = after[row]

@@ -10,7 +10,7 @@ from families import random_tokens, relative_error
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from requests_model import EPS, LAYERS, Requests, small_plan
+from requests_model import EPS, LAYERS, Requests, small_plan, tree_path
 
 from replayssm import ReplayCache
 
@@ -59,6 +59,15 @@ class CacheMachine(RuleBasedStateMachine):
         rows = data.draw(st.lists(st.sampled_from(owned), unique=True, min_size=1))
         pads = data.draw(st.integers(0, 2))
         return data.draw(st.permutations(rows + [self.pad] * pads))
+
+    @precondition(lambda self: self.requests.states)
+    @rule(data=st.data())
+    def verify_trees(self, data: st.DataObject) -> None:
+        rows = self.draw_rows(data)
+        lens = [data.draw(st.integers(0, 4)) for _ in rows]
+        parents = [[data.draw(st.integers(-1, i - 1)) for i in range(n)] for n in lens]
+        paths = [tree_path(p, data.draw(st.integers(-1, len(p) - 1))) for p in parents]
+        self.requests.step(rows, lens, None, parents=parents, paths=paths)
 
     @precondition(lambda self: self.requests.states)
     @rule(data=st.data())

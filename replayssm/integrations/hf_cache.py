@@ -7,12 +7,13 @@ from typing import Any, Literal
 from weakref import WeakSet, ref
 
 import torch
-from transformers.cache_utils import DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 from replayssm.cache import ReplayCache
 from replayssm.checks import ReplayError, fail
 from replayssm.cursors import Step
 from replayssm.integrations.hf_layers import ReplayLayerMixin, recast, replay_class
+from replayssm.integrations.hf_rollback import RollbackCache
 from replayssm.layer import LayerCache
 from replayssm.plan import Plan
 
@@ -35,22 +36,19 @@ class DecodeRoute:
         return self._cache.plan.activation
 
 
-class ReplayDynamicCache(DynamicCache):
+class ReplayDynamicCache(RollbackCache):
     """A DynamicCache for generation through ReplaySSM, for a model on which `enable` was called.
 
     Row b of the batch is slot b. Attention layers and convolution states are kept as transformers keeps them.
     """
 
     def __init__(self, config: Any, plan: Plan) -> None:
-        super().__init__(config=config)
-        self.plan = plan
-        self.core: ReplayCache | None = None
+        super().__init__(config, plan)
         self._slots = torch.empty(0, dtype=torch.int32)
         self._mode: Literal["prefill", "decode"] | None = None
         self._step: Step | None = None
+        self._seq_len = 0
         self._done: set[int] = set()
-        self._has_rows = False  # a host-side bound: no row was committed since the checkpoints were plain states
-        self._broken = False
         self._users: WeakSet[ReplayDynamicCache] | None = None
         for spec in plan.layers:
             layer = self.layers[spec.layer_idx] if spec.layer_idx < len(self.layers) else None
@@ -60,14 +58,6 @@ class ReplayDynamicCache(DynamicCache):
                 )
             layer = self.layers[spec.layer_idx] = recast(layer, replay_class(type(layer)))
             layer.owner, layer.layer_idx = ref(self), spec.layer_idx
-
-    @property
-    def is_replaying(self) -> bool:
-        """False once `to_plain` was called."""
-        return bool(self.plan.layers) and isinstance(self.layers[self.plan.layers[0].layer_idx], ReplayLayerMixin)
-
-    def _has_state(self) -> bool:
-        return all(self.layers[spec.layer_idx].is_recurrent_states_initialized[0] for spec in self.plan.layers)
 
     def join(self, users: WeakSet[ReplayDynamicCache]) -> None:
         """Remember who must hear when the model is disabled."""
@@ -89,25 +79,19 @@ class ReplayDynamicCache(DynamicCache):
         elif core.num_slots != batch:
             raise fail("batch size", batch, f"{core.num_slots}, the batch size of the cache")
         self._done = set()
-        if has_state and seq_len == 1:
-            self._step = core.begin_step(self._slots)
+        self._seq_len = seq_len
+        if self.is_step(seq_len):
+            self._step = core.begin_step(self._slots, seq_len)
             self._mode = "decode"
         else:
-            if self._has_rows:
-                core.flush()
-                self._has_rows = False
+            self._flush()
             self._mode = "prefill"
 
     def _allocate(self, batch: int) -> ReplayCache:
         self.core = ReplayCache(self.plan, batch)
-        self._has_rows = False
+        self._rows = 0
         self._slots = torch.arange(batch, dtype=torch.int32, device=self.core.device)
         return self.core
-
-    @property
-    def is_decoding(self) -> bool:
-        """Whether a decode step is under way."""
-        return self._mode == "decode"
 
     def end_forward(self) -> None:
         """Called after the decoder ran without raising: commit the step."""
@@ -120,9 +104,12 @@ class ReplayDynamicCache(DynamicCache):
                 f"layers {missing} did not pass their state through the cache; allowed: the models' own layer code "
                 "(kernels that replace a whole layer bypass it)"
             )
+        self.length += self._seq_len
         if self._step is not None:
             self.core.commit(self._step)
-            self._has_rows = True
+            self._count(self._seq_len)
+        else:
+            self._mark()
         self._mode = self._step = None
 
     def open_layer(self, layer_idx: int) -> tuple[LayerCache, Step]:
@@ -149,7 +136,7 @@ class ReplayDynamicCache(DynamicCache):
 
     def _materialize(self, layer: LayerCache) -> torch.Tensor:
         """A copy of every slot's plain state."""
-        if self.core is None or not self._has_rows:
+        if self.core is None or not self._rows:
             return layer.state.to(torch.float32, copy=True)
         return self.core.materialize(layer.spec.layer_idx, self._slots)
 
@@ -171,15 +158,14 @@ class ReplayDynamicCache(DynamicCache):
         super().reset()
         self._mode = self._step = None
         self._broken = False
-        self._has_rows = False
-        if self.core is not None:
-            self.core.reset(self._slots)
+        self._empty()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b continues what row beam_idx[b] was: checkpoints, rings and cursors move together."""
         super().reorder_cache(beam_idx)
         if self.core is not None:
             self.core.copy(beam_idx.to(self.core.device), self._slots)
+        self._mark()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the given rows, in that order; a row may be kept more than once."""
@@ -193,6 +179,7 @@ class ReplayDynamicCache(DynamicCache):
                 layer.batch_select_indices(indices)
         if states:
             self._allocate(len(indices)).load(self._slots, states)
+        self._mark()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, neighbours first."""
@@ -206,7 +193,7 @@ class ReplayDynamicCache(DynamicCache):
             layer = self.layers[layer_idx]
             layer = self.layers[layer_idx] = recast(layer, type(layer).__mro__[2])
             layer.recurrent_states = {0: None if state is None else state.contiguous()}
-        self.core = None
+        self.core, self.is_recording = None, False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayDynamicCache:
         copied = type(self).__new__(type(self))

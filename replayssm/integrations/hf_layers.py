@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from replayssm.checks import ReplayError, fail
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 
 class ReplayLayerMixin:
@@ -16,9 +15,16 @@ class ReplayLayerMixin:
 
     _layer_type = None
     is_compileable = False
-    is_croppable = False
     owner: Callable[[], Any]  # a weak reference: a cycle would keep a finished cache's memory until garbage collection
     layer_idx: int
+    # Convolution inputs that a crop may go back to, by state: those of the state itself and all since `mark`.
+    past: dict[int, torch.Tensor] | None = None
+    _inputs: dict[int, torch.Tensor] | None = None
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the last tokens can be taken back."""
+        return bool(self.owner().is_recording)
 
     @property
     def recurrent_states(self) -> dict[int, torch.Tensor | None]:
@@ -59,12 +65,45 @@ class ReplayLayerMixin:
             keys_and_values(indices)
 
     def activate_past_recording(self) -> None:
-        """transformers asks for this before it rolls a cache back."""
-        raise ReplayError("generation mode rolls the cache back; allowed with ReplaySSM: greedy, sampling, beam search")
+        """The cache records; what transformers' layers do instead would let convolution states grow."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """Take several tokens' inputs of the convolution; returns those before them too."""
+        if self.past is not None:
+            self._inputs = {**(self._inputs or {}), state_idx: conv_states}
+        return super().update_conv_state(conv_states, state_idx, **kwargs)  # type: ignore[misc]
+
+    def mark(self) -> None:
+        """What was taken so far stays: a later crop goes back to here at most."""
+        states: dict[int, torch.Tensor | None] = self.conv_states  # type: ignore[attr-defined]
+        self.past = {i: state.clone() for i, state in states.items() if state is not None}
+        self._inputs = None
+
+    def record(self, num_tokens: int, limit: int) -> None:
+        """Remember the inputs of the step that ended, `limit` of them in all."""
+        assert self.past is not None
+        for i, before in self.past.items():
+            state = self.conv_states[i]  # type: ignore[attr-defined]
+            # One token passes through the state in place, without `update_conv_state`.
+            new = (self._inputs or {}).get(i, state[..., -num_tokens:])
+            self.past[i] = torch.cat([before, new], -1)[..., -(state.shape[-1] + limit) :]
+        self._inputs = None
+
+    def forget_past(self) -> None:
+        """Stop remembering."""
+        self.past = self._inputs = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Only the last window could be taken back."""
-        raise fail("tokens_to_remove", tokens_to_remove, "no crop: the recurrent state cannot be taken back")
+        """Take back the last tokens of what this layer holds itself; the cache has checked that they are recorded."""
+        assert self.past is not None
+        for i, inputs in self.past.items():
+            end, width = inputs.shape[-1] + tokens_to_remove, self.conv_states[i].shape[-1]  # type: ignore[attr-defined]
+            self.conv_states[i] = inputs[..., end - width : end].clone()  # type: ignore[attr-defined]
+        for kind in (DynamicSlidingWindowLayer, DynamicLayer):
+            if isinstance(self, kind):
+                kind.crop(self, tokens_to_remove)
+                break
+        self.mark()
 
 
 _replay_classes: dict[type, type] = {}
@@ -80,5 +119,6 @@ def replay_class(base: type) -> type:
 def recast(layer: Any, to: Any) -> Any:
     """The same layer as another class; its recurrent state is left behind."""
     other = to.__new__(to)
-    other.__dict__.update({name: value for name, value in layer.__dict__.items() if name != "recurrent_states"})
+    left = ("recurrent_states", "past", "_inputs")
+    other.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in left})
     return other

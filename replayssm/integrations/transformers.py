@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any, SupportsIndex
 from weakref import WeakSet, finalize, ref
@@ -18,12 +16,12 @@ from transformers import DynamicCache
 from replayssm.checks import ReplayError, fail
 from replayssm.hf_config import layer_specs
 from replayssm.integrations import hf_route
+from replayssm.integrations.hf_assisted import ASSISTED, check_generation, limit_drafts, prepare_drafts
 from replayssm.integrations.hf_cache import ReplayDynamicCache
+from replayssm.integrations.hf_call import CACHE_NAMES, CallSignature, Split
 from replayssm.plan import Plan
 
 OLDEST_TRANSFORMERS = "5.17.0"
-_CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # by version and model
-_GENERATION_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _HANDLE = "_replayssm_handle"
 
 
@@ -36,11 +34,9 @@ class ReplayHandle:
         self._decoder = ref(decoder)
         # Also when the model is dropped without `disable`.
         self._release = finalize(decoder, hf_route.release, patched)
-        self._generators: list[ref[nn.Module]] = []
+        self._generators: list[tuple[ref[nn.Module], tuple[str, ...]]] = []  # and what was set on them
         self._caches: WeakSet[ReplayDynamicCache] = WeakSet()
-        parameters = inspect.signature(decoder.forward).parameters
-        self._argument_order = list(parameters)
-        self._cache_name = next(name for name in _CACHE_NAMES if name in parameters)
+        self._signature = CallSignature(decoder)
         self._hooks = [
             decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             decoder.register_forward_hook(self._after_forward, with_kwargs=True),
@@ -62,9 +58,10 @@ class ReplayHandle:
         for hook in self._hooks:
             hook.remove()
         self._release()
-        for reference in self._generators:
+        for reference, names in self._generators:
             if (model := reference()) is not None:
-                model.__dict__.pop("_prepare_cache_for_generation", None)
+                for name in names:
+                    model.__dict__.pop(name, None)
         for cache in list(self._caches):
             cache.to_plain()
         self._caches.clear()
@@ -80,82 +77,102 @@ class ReplayHandle:
     ) -> None:
         self.disable()
 
-    def _argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        position = self._argument_order.index(name) if name in self._argument_order else len(args)
-        return kwargs[name] if name in kwargs else args[position] if position < len(args) else None
-
-    def _find_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = (self._argument(name, args, kwargs) for name in _CACHE_NAMES)
-        return next((cache for cache in found if cache is not None), None)
-
-    def _with_cache(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        position = self._argument_order.index(self._cache_name)
-        if position < len(args):
-            return (*args[:position], cache, *args[position + 1 :]), kwargs
-        others = {name: value for name, value in kwargs.items() if name not in _CACHE_NAMES}
-        return args, {**others, self._cache_name: cache}
-
     def _before_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        cache = self._find_cache(args, kwargs)
+        cache = self._signature.cache(args, kwargs)
         changed = None
-        if cache is None and self._wants_cache(decoder, self._argument("use_cache", args, kwargs)):
+        if cache is None and self._wants_cache(decoder, self._signature.get("use_cache", args, kwargs)):
             cache = self.new_cache()
-            changed = self._with_cache(cache, args, kwargs)
+            changed = args, kwargs = self._signature.with_cache(cache, args, kwargs)
         if not isinstance(cache, ReplayDynamicCache) or not cache.is_replaying:
             return None
         if cache.plan is not self.plan and cache.plan != self.plan:
             raise ReplayError(
                 "cache was made for another model or other options; allowed: new_cache() of this model's handle"
             )
-        tokens = self._argument("input_ids", args, kwargs)
-        tokens = self._argument("inputs_embeds", args, kwargs) if tokens is None else tokens
+        tokens = self._signature.tokens(args, kwargs)
         if tokens is None:
             return changed
         cache.join(self._caches)
-        cache.begin_forward(tokens.shape[0], tokens.shape[1])
-        if cache.is_decoding and torch.is_grad_enabled() and any(p.requires_grad for p in decoder.parameters()):
-            raise ReplayError(
-                "torch.is_grad_enabled() is True while decoding; allowed: torch.no_grad() or inference_mode()"
-            )
+        head_len = cache.begin_call(tokens.shape[1])
+        if (head_len or cache.is_step(tokens.shape[1])) and torch.is_grad_enabled():
+            if any(parameter.requires_grad for parameter in decoder.parameters()):
+                raise ReplayError(
+                    "torch.is_grad_enabled() is True while decoding; allowed: torch.no_grad() or inference_mode()"
+                )
+        if head_len:
+            changed = self._run_head(decoder, cache, head_len, args, kwargs)
+        cache.begin_forward(tokens.shape[0], tokens.shape[1] - head_len)
         return changed
+
+    def _run_head(
+        self,
+        decoder: nn.Module,
+        cache: ReplayDynamicCache,
+        head_len: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Run the first part of a call; returns the arguments of the second."""
+        head, rest = self._signature.split(head_len, args, kwargs, starts=cache.length == 0)
+        cache.split = Split()
+        try:
+            cache.split.output = decoder(**head)
+        except BaseException:
+            cache.split = None
+            raise
+        return (), rest
 
     def _wants_cache(self, decoder: nn.Module, use_cache: bool | None) -> bool:
         if use_cache is None:
             return bool(getattr(self._config, "use_cache", True)) and not decoder.training
         return use_cache
 
-    def _after_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        cache = self._find_cache(args, kwargs)
-        if isinstance(cache, ReplayDynamicCache) and cache.is_replaying:
-            cache.end_forward()
+    def _after_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        cache = self._signature.cache(args, kwargs)
+        if not isinstance(cache, ReplayDynamicCache) or not cache.is_replaying:
+            return None
+        cache.end_forward()
+        return cache.end_call(output)
 
     def route_generate(self, model: nn.Module) -> None:
         """Let `model.generate` start with our cache."""
         if not hasattr(model, "_prepare_cache_for_generation") or "_prepare_cache_for_generation" in model.__dict__:
             return
-        original: Callable[..., Any] = model._prepare_cache_for_generation  # type: ignore[assignment]
-        class_method = original.__func__  # type: ignore[attr-defined]
+        methods: Any = model
+        class_method = methods._prepare_cache_for_generation.__func__
+        class_candidates = methods._get_candidate_generator.__func__
         owner = ref(model)
 
         def prepare(
             generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            _check_generation(generation_config, generation_mode)
-            given = {name for name in _CACHE_NAMES if model_kwargs.get(name) is not None}
+            check_generation(generation_config, generation_mode.value, self._signature.cache_name)
+            given = {name for name in CACHE_NAMES if model_kwargs.get(name) is not None}
             result = class_method(owner(), generation_config, model_kwargs, generation_mode, *args, **kwargs)
-            for name in _CACHE_NAMES:
+            for name in CACHE_NAMES:
                 if name not in given and type(model_kwargs.get(name)) is DynamicCache:
                     model_kwargs[name] = self.new_cache()
+            cache = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
+            prepare_drafts(generation_config, generation_mode.value == ASSISTED, self.plan, cache)
             return result
 
-        model.__dict__["_prepare_cache_for_generation"] = prepare
-        self._generators.append(ref(model))
+        def candidates(*args: Any, **kwargs: Any) -> Any:
+            return limit_drafts(class_candidates(owner(), *args, **kwargs), self.plan)
+
+        on_model = {
+            "_prepare_cache_for_generation": prepare,
+            "_get_candidate_generator": candidates,
+            "_is_stateful": False,  # what transformers asks before it verifies drafts
+        }
+        model.__dict__.update(on_model)
+        self._generators.append((ref(model), tuple(on_model)))
 
 
 def enable(
     model: nn.Module,
     *,
     buffer_len: int = 16,
+    num_draft_tokens: int = 0,
     checkpoint: str = "fp32",
     read: str = "none",
     activation: torch.dtype | None = None,
@@ -165,6 +182,9 @@ def enable(
     """Let `model.generate(...)` and `model(...)` decode through ReplaySSM, until `disable`.
 
     A cache that the caller passes is used as it is: a ReplayDynamicCache replays, any other one decodes as before.
+    num_draft_tokens: most drafts that assisted generation (`assistant_model=`, `prompt_lookup_num_tokens=`) verifies in
+    one call; an assistant that was not told how many to draft drafts at most as many. A model that is an assistant
+    itself drafts at most buffer_len - 1.
     activation: dtype of the layers' inputs (default: the model's). Calling it again with the same options does nothing.
     """
     decoder = _decoder(model)
@@ -172,6 +192,7 @@ def enable(
     plan = Plan(
         layers=layer_specs(config),
         buffer_len=buffer_len,
+        num_draft_tokens=num_draft_tokens,
         checkpoint=checkpoint,
         read=read,
         activation=decoder.dtype if activation is None else activation,
@@ -190,9 +211,10 @@ def enable(
         # All SSM layers have a short convolution; other parts may come from other models' modules.
         modules = {sys.modules[type(module).__module__] for module in decoder.modules() if hasattr(module, "conv1d")}
         patched = hf_route.acquire(modules, families)
-        if len({name for _, name in patched}) != len(families):
+        wanted = {calls[family][0] for family in families for calls in (hf_route.DECODE_CALLS, hf_route.WINDOW_CALLS)}
+        if {name for _, name in patched} != wanted:
             hf_route.release(patched)
-            names = ", ".join(hf_route.DECODE_CALLS[family][0] for family in families)
+            names = ", ".join(sorted(wanted))
             raise fail(
                 "model", type(model).__name__, f"a model whose module calls {names}, as in transformers 5.17 to 5.24"
             )
@@ -222,13 +244,3 @@ def _device(decoder: nn.Module) -> torch.device:
     if len(devices) != 1 or torch.device("meta") in devices:
         raise fail("model.device", sorted(map(str, devices)), "one device that holds all layers")
     return devices.pop()
-
-
-def _check_generation(config: Any, mode: Any) -> None:
-    if mode.value not in _GENERATION_MODES or config.is_assistant:
-        name = "assistant" if config.is_assistant else mode.value
-        raise fail(
-            "generation mode", name, f"{', '.join(_GENERATION_MODES)} (ReplaySSM cannot roll a cache back here yet)"
-        )
-    if config.cache_implementation not in (None, "dynamic"):
-        raise fail("cache_implementation", config.cache_implementation, "None or 'dynamic' while ReplaySSM is enabled")

@@ -16,6 +16,7 @@ class Batch:
     slots: torch.Tensor  # [b] int64
     tokens: torch.Tensor  # [b, T] int64: index of each token in the packed inputs (0 where absent)
     present: torch.Tensor  # [b, T] bool
+    parents: torch.Tensor | None  # [b, T] int64: index in the window, -1 for the last committed token; None: chains
 
     @property
     def window_lens(self) -> torch.Tensor:
@@ -32,7 +33,11 @@ class Batch:
 
 
 def make_batch(
-    slot_indices: torch.Tensor, query_start_loc: torch.Tensor | None, num_slots: int, pad_slot_id: int
+    slot_indices: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    num_slots: int,
+    pad_slot_id: int,
+    parents: torch.Tensor | None = None,
 ) -> Batch:
     """Leave out pad rows (and slots out of range) and lay out the windows of the others."""
     slots = slot_indices.long()
@@ -44,7 +49,10 @@ def make_batch(
     slots, first, lens = slots[real], first[real], lens[real]
     offsets = torch.arange(int(lens.max()) if len(lens) else 0, device=slots.device)
     present = offsets < lens[:, None]
-    return Batch(slots, torch.where(present, first[:, None] + offsets, 0), present)
+    tokens = torch.where(present, first[:, None] + offsets, 0)
+    if parents is not None:
+        parents = torch.where(present, parents[tokens].long(), -1)
+    return Batch(slots, tokens, present, parents)
 
 
 def mask_rows(values: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -86,23 +94,40 @@ def append(ring: torch.Tensor, batch: Batch, positions: torch.Tensor, rows: torc
     ring[slots, :, positions[keep]] = rows[keep].to(ring.dtype)
 
 
-def decay_sums(committed: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of log decay between any row and any token of the window, as sums of few terms.
+def decay_sums(
+    committed: torch.Tensor, window: torch.Tensor, parents: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of log decay along the path from any row to any token of the window, each added up token by token.
 
-    committed [b, J, ...], window [b, T, ...] -> (total [b, T, ...] since the checkpoint,
-    between [b, T, J + T, ...] from each row (its own decay excluded) to each token (included); 0 or positive, and to
-    be masked, where the row is later than the token).
+    committed [b, J, ...], window [b, T, ...], parents as in `Batch` -> (total [b, T, ...] since the checkpoint,
+    between [b, T, J + T, ...] from each row (its own decay excluded) to each token (included)); to be masked where
+    the row is not an ancestor of the token.
     """
-    prefix = window.cumsum(1)
+    (b, J), T = committed.shape[:2], window.shape[1]
     suffix = committed.flip(1).cumsum(1).flip(1)
-    before = torch.cat([suffix[:, 1:], torch.zeros_like(suffix[:, :1])], 1)
-    older = before[:, None] + prefix[:, :, None]
-    inside = prefix[:, :, None] - prefix[:, None, :]
-    return committed.sum(1, keepdim=True) + prefix, torch.cat([older, inside], 2)
+    # Node i + 1 holds token i's sums: from J committed rows, from T tokens, and since the checkpoint.
+    nodes = window.new_zeros(b, T + 1, J + T + 1, *window.shape[2:])
+    if J:
+        nodes[:, 0, : J - 1] = suffix[:, 1:]
+        nodes[:, 0, -1] = suffix[:, 0]
+    every = torch.arange(b, device=window.device)
+    for i in range(T):
+        nodes[:, i + 1] = nodes[every, _parent(parents, i) + 1] + window[:, i, None]
+        nodes[:, i + 1, J + i] = 0
+    return nodes[:, 1:, -1], nodes[:, 1:, :-1]
 
 
-def causal_mask(committed: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-    """[b, T, J + T] bool: committed rows that are present and window tokens up to and including this one."""
-    T = window.shape[1]
-    inside = torch.ones(T, T, dtype=torch.bool, device=window.device).tril() & window[:, None, :]
+def seen_rows(committed: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """[b, T, J + T] bool: what each token reads: the committed rows [b, J] that are present, its ancestors, itself."""
+    b, T = batch.present.shape
+    every, ancestors = torch.arange(b, device=committed.device), batch.present.new_zeros(b, T + 1, T)
+    for i in range(T):
+        ancestors[:, i + 1] = ancestors[every, _parent(batch.parents, i) + 1]
+        ancestors[:, i + 1, i] = True
+    inside = ancestors[:, 1:] & batch.present[:, None, :]
     return torch.cat([committed[:, None, :].expand(-1, T, -1), inside], 2)
+
+
+def _parent(parents: torch.Tensor | None, i: int) -> torch.Tensor | int:
+    """Parent of token i in every row."""
+    return i - 1 if parents is None else parents[:, i]

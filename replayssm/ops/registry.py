@@ -6,14 +6,18 @@ results in place and return nothing, so their fake implementations do nothing.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from replayssm.checks import fail
 from replayssm.config import Family
+from replayssm.ops.moves import move_rows
 
 _MAMBA2_IN = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias"
 _MAMBA2_RING = "Tensor(b!) ring_x, Tensor(c!) ring_B, Tensor(d!) ring_dt"
@@ -27,12 +31,14 @@ _REPLAY = "Tensor cursors, Tensor slot_indices, Tensor? num_tokens, Tensor(z!) d
 _MAMBA2_KEPT = "Tensor A, Tensor state, Tensor ring_x, Tensor ring_B, Tensor ring_dt"
 _DELTA_KEPT = "Tensor state, Tensor ring_k, Tensor ring_v, Tensor ring_g, Tensor ring_beta"
 _CURSORS = f"Tensor cursors, {_ROWS}, *, int buffer_len"
+_TREES = "Tensor? parents=None"
+_MOVES = "Tensor(a!)[] rings, Tensor cursors, Tensor slot_indices, Tensor accepted_paths, *, int pad_slot_id"
 
 SCHEMAS = {
-    "mamba2_step": f"{_MAMBA2_IN}, {_STATE}, {_MAMBA2_RING}, {_CURSORS}, {_MAMBA2_OPTIONS}",
+    "mamba2_step": f"{_MAMBA2_IN}, {_STATE}, {_MAMBA2_RING}, {_CURSORS}, {_MAMBA2_OPTIONS}, {_TREES}",
     "mamba2_stepwise": f"{_MAMBA2_IN}, {_STATE}, {_ROWS}, *, {_MAMBA2_OPTIONS}",
     "mamba2_materialize": f"{_MAMBA2_KEPT}, {_REPLAY}, int pad_slot_id",
-    "delta_step": f"{_DELTA_IN}, {_STATE}, {_DELTA_RING}, {_CURSORS}, {_DELTA_OPTIONS}",
+    "delta_step": f"{_DELTA_IN}, {_STATE}, {_DELTA_RING}, {_CURSORS}, {_DELTA_OPTIONS}, {_TREES}",
     "delta_stepwise": f"{_DELTA_IN}, {_STATE}, {_ROWS}, *, {_DELTA_OPTIONS}",
     "delta_materialize": f"{_DELTA_KEPT}, {_REPLAY}, int pad_slot_id, bool use_qk_l2norm",
 }
@@ -58,18 +64,42 @@ def family_ops(family: Family, backend: str, device: torch.device) -> FamilyOps:
     if (backend, device.type) in (("torch", "cpu"), ("triton", "cuda")):
         source: Any = torch.ops.replayssm
     else:
-        source = _implementation(prefix, backend)
+        source = _Implementation(backend)
     return FamilyOps(*(getattr(source, f"{prefix}_{name}") for name in ("step", "stepwise", "materialize")))
 
 
-def _implementation(prefix: str, backend: str) -> Any:
+class _Implementation:
+    """The functions of one backend, by op name."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return _implementation(name, self._backend)
+
+
+@functools.cache
+def _implementation(name: str, backend: str) -> Callable[..., None]:
+    """The function of an op; a step that knows chains only refuses trees."""
     module = {"torch": "torch_ops", "triton": "launch", "reference": "reference"}[backend]
-    return importlib.import_module(f"replayssm.ops.{prefix}.{module}")
+    function: Callable[..., None] = getattr(
+        importlib.import_module(f"replayssm.ops.{name.split('_')[0]}.{module}"), name
+    )
+    if not name.endswith("_step") or "parents" in inspect.signature(function).parameters:
+        return function
+
+    @functools.wraps(function)
+    def chains_only(*args: Any, parents: torch.Tensor | None = None, **kwargs: Any) -> None:
+        if parents is not None:
+            raise fail("parents", "a tree", f"None (chains) with the {backend} backend of {name}")
+        function(*args, **kwargs)
+
+    return chains_only
 
 
 def _on_device(name: str, backend: str) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
-        getattr(_implementation(name.split("_")[0], backend), name)(*args, **kwargs)
+        _implementation(name, backend)(*args, **kwargs)
 
     return run
 
@@ -85,6 +115,9 @@ def _register() -> None:
         library.impl(name, _on_device(name, "torch"), "CPU")
         library.impl(name, _on_device(name, "triton"), "CUDA")
         torch.library.register_fake(f"replayssm::{name}", _do_nothing, lib=library)
+    library.define(f"move_rows({_MOVES}) -> ()")
+    library.impl("move_rows", move_rows, "CompositeExplicitAutograd")
+    torch.library.register_fake("replayssm::move_rows", _do_nothing, lib=library)
     _LIBRARIES.append(library)
 
 

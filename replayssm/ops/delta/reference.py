@@ -40,11 +40,14 @@ def delta_step(
     use_qk_l2norm: bool,
     lower_bound: float | None,
     max_window_len: int,
+    parents: torch.Tensor | None = None,
 ) -> None:
     """Append a window of tokens to the ring and compute their outputs; a full row first flushes its ring.
 
     In: q, k [T, HK, K]; v [T, HV, V]; g [T, HV] or [T, HV, K]; beta [T, HV]; A_log, dt_bias as in
-    `replayssm.ops.delta.gates`; cursors [S, 4] int32; slot_indices [batch] int32; query_start_loc [batch + 1] int32.
+    `replayssm.ops.delta.gates`; cursors [S, 4] int32; slot_indices [batch] int32; query_start_loc [batch + 1] int32
+    (None: one token a row); parents [T] int32: index of each token's parent in its row's window, -1 for the last
+    committed token (None: windows are chains).
     In and out: state [S, HV, V, K]; ring_k [S, HK, R, K] (before the norm); ring_v, ring_u [S, HV, R, V];
     ring_g [S, HV, R] or [S, HV, R, K] and ring_beta [S, HV, R] (processed). Out: out [T, HV, V].
     """
@@ -58,8 +61,11 @@ def delta_step(
         if must_flush(num_committed, len(tokens), buffer_len, limit):
             state[slot] = S
             S = state[slot].to(S.dtype)
+        after: dict[int, torch.Tensor] = {-1: S}
         for i, t in enumerate(tokens):
+            S = after[i - 1 if parents is None else int(parents[t])]
             S, u = _update(S, k[t], v[t], g[t], beta[t], use_qk_l2norm)
+            after[i] = S
             out[t] = _output(S, q[t], scale, use_qk_l2norm)
             position = (start + num_committed + i) % ring_k.shape[2]
             rows = {ring_k: k[t], ring_v: v[t], ring_u: u, ring_g: g[t], ring_beta: beta[t]}

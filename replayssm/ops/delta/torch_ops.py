@@ -39,10 +39,11 @@ def delta_step(
     use_qk_l2norm: bool,
     lower_bound: float | None,
     max_window_len: int,
+    parents: torch.Tensor | None = None,
 ) -> None:
     """See `replayssm.ops.delta.reference.delta_step`."""
     out.zero_()
-    batch = rows.make_batch(slot_indices, query_start_loc, len(state), pad_slot_id)
+    batch = rows.make_batch(slot_indices, query_start_loc, len(state), pad_slot_id, parents)
     dtype, mine, ring_len = compute_dtype(state), cursors[batch.slots], ring_k.shape[2]
     flush = flush_mask(mine, batch.window_lens, buffer_len)
     counts = mine[:, NUM_COMMITTED]
@@ -168,9 +169,10 @@ def _read(
     keys = torch.cat([ring_rows["k"], window["k"]], 1)
     keys = _heads(l2norm(keys) if use_qk_l2norm else keys, v)
     queries = _heads(queries, v)
-    total, between = rows.decay_sums(*(g if g.dim() == 4 else g[..., None] for g in (ring_rows["g"], window["g"])))
-    causal = rows.causal_mask(committed.present, batch.present)
-    weighted = between.masked_fill(~causal[..., None, None], -torch.inf).exp() * keys[:, None]
+    older_g, window_g = (g if g.dim() == 4 else g[..., None] for g in (ring_rows["g"], window["g"]))
+    total, between = rows.decay_sums(older_g, window_g, batch.parents)
+    seen = rows.seen_rows(committed.present, batch)
+    weighted = between.masked_fill(~seen[..., None, None], -torch.inf).exp() * keys[:, None]
     S = state[batch.slots].to(v.dtype)
     read = torch.einsum("bhvk,nbthk->nbthv", S, torch.stack([keys[:, J:], queries]) * total.exp())
     scores = torch.einsum("btjhk,nbthk->nbhtj", weighted, torch.stack([keys[:, J:], queries]))

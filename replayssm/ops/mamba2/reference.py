@@ -35,11 +35,13 @@ def mamba2_step(
     pad_slot_id: int,
     dt_softplus: bool,
     max_window_len: int,
+    parents: torch.Tensor | None = None,
 ) -> None:
     """Append a window of tokens to the ring and compute their outputs; a full row first flushes its ring.
 
     In: x, z [T, H, P]; dt [T, H]; B, C [T, G, N]; A (negative), D, dt_bias [H]; cursors [S, 4] int32;
-    slot_indices [batch] int32; query_start_loc [batch + 1] int32 (None: one token a row).
+    slot_indices [batch] int32; query_start_loc [batch + 1] int32 (None: one token a row); parents [T] int32: index of
+    each token's parent in its row's window, -1 for the last committed token (None: windows are chains).
     In and out: state [S, H, P, N]; ring_x [S, H, R, P]; ring_B [S, G, R, N]; ring_dt [S, H, R] (after softplus).
     Out: out [T, H, P].
     """
@@ -52,12 +54,14 @@ def mamba2_step(
         if must_flush(num_committed, len(tokens), buffer_len, limit):
             state[slot] = S
             S = state[slot].to(S.dtype)
+        after: dict[int, torch.Tensor] = {-1: S}
         for i, t in enumerate(tokens):
             position = (start + num_committed + i) % ring_x.shape[2]
             ring_x[slot, :, position] = x[t]
             ring_B[slot, :, position] = B[t]
             ring_dt[slot, :, position] = _timestep(dt[t], dt_bias, dt_softplus, S.dtype)
-            S = _update(S, x[t], _timestep(dt[t], dt_bias, dt_softplus, S.dtype), A, B[t])
+            S = after[i - 1 if parents is None else int(parents[t])]
+            S = after[i] = _update(S, x[t], _timestep(dt[t], dt_bias, dt_softplus, S.dtype), A, B[t])
             out[t] = _output(S, x[t], C[t], D, None if z is None else z[t])
 
 

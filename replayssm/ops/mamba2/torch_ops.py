@@ -35,10 +35,11 @@ def mamba2_step(
     pad_slot_id: int,
     dt_softplus: bool,
     max_window_len: int,
+    parents: torch.Tensor | None = None,
 ) -> None:
     """See `replayssm.ops.mamba2.reference.mamba2_step`."""
     out.zero_()
-    batch = rows.make_batch(slot_indices, query_start_loc, len(state), pad_slot_id)
+    batch = rows.make_batch(slot_indices, query_start_loc, len(state), pad_slot_id, parents)
     dtype, mine = compute_dtype(state), cursors[batch.slots]
     flush = flush_mask(mine, batch.window_lens, buffer_len)
     counts = mine[:, NUM_COMMITTED]
@@ -152,9 +153,9 @@ def _read(
     num_heads, dtype = state.shape[1], window["x"].dtype
     queries = batch.take(C, dtype)
     A = A.to(dtype)
-    total, between = rows.decay_sums(older["dt"] * A, window["dt"] * A)
-    mask = rows.causal_mask(committed.present, batch.present)
-    decay = between.masked_fill(~mask[..., None], -torch.inf).exp()
+    total, between = rows.decay_sums(older["dt"] * A, window["dt"] * A, batch.parents)
+    seen = rows.seen_rows(committed.present, batch)
+    decay = between.masked_fill(~seen[..., None], -torch.inf).exp()
     every = {name: torch.cat([older[name], window[name]], 1) for name in window}
     scores = _per_head(torch.einsum("btgn,bjgn->btjg", queries, every["B"]), num_heads, -1)
     y = torch.einsum("btjh,bjhp->bthp", decay * scores * every["dt"][:, None], every["x"])
