@@ -62,6 +62,9 @@ class ReplayCache:
             for idx, spec in specs.items()
         }
         self._epoch = 0
+        self._engine_owned = layers is not None
+        self._may_hold_rows = False  # what the host knows of the rings
+        self._captured = False
 
     def layer(self, layer_idx: int) -> LayerCache:
         """The tensors of one layer, as the step ops take them."""
@@ -143,10 +146,28 @@ class ReplayCache:
             limit = check_int("buffer_len", buffer_len, 1, limit)
         longest = min(self.plan.max_window_len, limit)
         windows = check_windows(len(slots), window_lens, query_start_loc, max_window_len, longest, self.device)
-        step = Step(slots, *windows, buffer_len=limit, pad_slot_id=self.pad_slot_id, epoch=self._epoch)
+        stepwise = buffer_len is None and self._goes_stepwise(len(slots), windows[1], parents is not None)
+        step = Step(
+            slots, *windows, buffer_len=limit, pad_slot_id=self.pad_slot_id, epoch=self._epoch, stepwise=stepwise
+        )
         if parents is None:
             return step
         return replace(step, parents=check_parents(parents, step.window_lens, step.num_tokens, self.device))
+
+    def _goes_stepwise(self, batch: int, window: int, is_tree: bool) -> bool:
+        """Route a step; before the first stepwise one after others the rings are replayed, so that they are empty.
+
+        A graph is replayed without the host, which from its capture on no longer knows what the rings hold: then only
+        a plan with route "stepwise" leaves the ring out.
+        """
+        if window > 1 or is_tree or batch > self.plan.stepwise_batch:
+            return False
+        if self.plan.route == "auto" and (self._captured or self._engine_owned or _is_capturing(self.device)):
+            return False
+        if self._may_hold_rows:
+            self.flush()
+            self._may_hold_rows = False
+        return True
 
     def commit(
         self,
@@ -172,7 +193,10 @@ class ReplayCache:
             accepted = path_lens(paths)
         elif step.parents is not None:
             raise fail("accepted_paths", None, "the accepted path of every row, for a step with parents")
-        cursor_ops.commit(self.cursors, step, accepted, self.plan.ring_len)
+        if not step.stepwise:
+            cursor_ops.commit(self.cursors, step, accepted, self.plan.ring_len)
+            self._may_hold_rows = True
+            self._captured = self._captured or _is_capturing(self.device)
         self._epoch += 1
 
     def take_back(self, slots: Slots, num_tokens: torch.Tensor | Sequence[int]) -> None:
@@ -233,3 +257,7 @@ class ReplayCache:
         for tensor in self._tensors():
             tensor[dst] = tensor[src]
         self._epoch += 1
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

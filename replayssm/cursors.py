@@ -20,6 +20,7 @@ class Step:
     slot_indices [batch] int32; query_start_loc [batch + 1] int32, or None for one token a row. `max_window_len`,
     `num_tokens` and `buffer_len` are host integers, so nothing depends on what the device holds. parents [num_tokens]
     int32: each token's parent inside its row's window, -1 for the last committed token; None: windows are chains.
+    stepwise: the tokens go straight into the checkpoints, whose rings are empty.
     """
 
     slot_indices: torch.Tensor
@@ -30,6 +31,7 @@ class Step:
     pad_slot_id: int
     epoch: int
     parents: torch.Tensor | None = None
+    stepwise: bool = False
 
     @property
     def window_lens(self) -> torch.Tensor:

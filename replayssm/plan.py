@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -13,9 +14,11 @@ from replayssm import traffic
 from replayssm.checks import ReplayError, check_choice, check_int
 from replayssm.config import GDNSpec, LayerSpec, Mamba2Spec
 from replayssm.formats import CHECKPOINT_FORMATS, READ_FORMATS
+from replayssm.ops.registry import launch_module
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 BACKENDS = ("auto", "torch", "triton", "reference")
+ROUTES = ("auto", "replay", "stepwise")
 MAX_BUFFER_LEN = 256
 MAX_DRAFT_TOKENS = 63
 
@@ -28,6 +31,8 @@ class Plan:
     num_draft_tokens: most drafts a step verifies (window_len is at most one more). checkpoint, read: formats by name.
     activation: dtype of the layers' inputs and outputs. backend: "auto" takes torch on a CPU and triton on a GPU.
     spread_flushes: shorten first windows so that requests which start together flush at different steps.
+    route: "replay" takes every step through the ring, "stepwise" none; "auto" lets batches of up to `stepwise_batch`
+    rows decode stepwise, where the kernels' tables say that this is faster.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -39,6 +44,7 @@ class Plan:
     device: torch.device | str = "cpu"
     backend: str = "auto"
     spread_flushes: bool = True
+    route: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", _check_layers(self.layers))
@@ -52,6 +58,11 @@ class Plan:
         check_choice("checkpoint", self.checkpoint, CHECKPOINT_FORMATS)
         check_choice("read", self.read, READ_FORMATS)
         check_choice("activation", self.activation, ACTIVATIONS)
+        check_choice("route", self.route, ROUTES)
+        if self.route == "stepwise" and self.num_draft_tokens:
+            raise ReplayError(
+                f"route is 'stepwise' with num_draft_tokens {self.num_draft_tokens}; allowed with drafts: auto, replay"
+            )
         check_choice("spread_flushes", self.spread_flushes, (True, False))
         for spec in self.layers:
             READ_FORMATS[self.read].check_dims("read", spec.state_shape[2])
@@ -132,6 +143,32 @@ class Plan:
         step = self.step_bytes(batch)
         return step.stepwise / step.replay
 
+    @property
+    def stepwise_batch(self) -> int:
+        """Largest batch that decodes stepwise; drafts need the ring, and a 16-bit state is rounded less often by it."""
+        if self.route != "auto":
+            return 2**31 if self.route == "stepwise" else 0
+        on_gpu = self.backend == "triton" and torch.device(self.device).type == "cuda" and torch.cuda.is_available()
+        if not on_gpu or self.num_draft_tokens or self.checkpoint != "fp32":
+            return 0
+        return _largest_stepwise_batch(self)
+
+    def kernels(self, batch: int) -> dict[str, str]:
+        """What a step of `batch` rows runs, by layer family and state shape; one line each."""
+        check_int("batch", batch, 1)
+        chosen = {}
+        for spec in self.layers:
+            name = f"{spec.family} {'x'.join(map(str, spec.state_shape))}"
+            if batch <= self.stepwise_batch:
+                chosen[name] = "stepwise"
+            elif self.backend != "triton":
+                chosen[name] = self.backend
+            else:
+                launch = launch_module(spec.family)
+                device = torch.device(self.device)
+                chosen[name] = launch.route(self.checkpoint_dtype, batch, spec, device, self.ring_len)
+        return chosen
+
     def check_runnable(self) -> None:
         """Raise if this plan can be counted but not run yet."""
         if CHECKPOINT_FORMATS[self.checkpoint].dtype is None:
@@ -142,6 +179,18 @@ class Plan:
     def with_options(self, **options: Any) -> Plan:
         """The same plan with other options, validated again."""
         return replace(self, **options)
+
+
+@functools.cache
+def _largest_stepwise_batch(plan: Plan) -> int:
+    """Up to which batch every layer decodes faster stepwise."""
+    device, largest = torch.device(plan.device), 0
+    while largest < 1024 and all(
+        launch_module(spec.family).stepwise_wins(plan.checkpoint_dtype, largest + 1, spec, device, plan.ring_len)
+        for spec in plan.layers
+    ):
+        largest += 1
+    return largest
 
 
 def _check_layers(layers: object) -> tuple[LayerSpec, ...]:

@@ -6,6 +6,8 @@ may differ.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from replayssm.checks import check_tensor, fail
@@ -53,16 +55,7 @@ def mamba2_decode(
             check_tensor(name, param, (spec.num_heads,), FLOATS, device, inner_contiguous=0)
     out = _output(out, x, (tokens, spec.num_heads, spec.head_dim))
     layer.A = A
-    ring = layer.ring
-    layer.ops.step(
-        *(x, dt, A, B, C, D, z, dt_bias, layer.state, ring["x"], ring["B"], ring["dt"]),
-        *(layer.cursors, step.slot_indices, step.query_start_loc, out),
-        buffer_len=step.buffer_len,
-        pad_slot_id=step.pad_slot_id,
-        dt_softplus=dt_softplus,
-        max_window_len=step.max_window_len,
-        parents=step.parents,
-    )
+    _run(layer, step, (x, dt, A, B, C, D, z, dt_bias), out, {"dt_softplus": dt_softplus})
     return out
 
 
@@ -105,19 +98,31 @@ def delta_decode(
             raise fail("dt_bias", "given without A_log", "both, or neither where g is the log decay already")
         check_tensor("dt_bias", dt_bias, gate, FLOATS, device, inner_contiguous=len(gate))
     out = _output(out, v, (tokens, spec.num_v_heads, spec.head_v_dim))
-    ring = layer.ring
-    layer.ops.step(
-        *(q, k, v, g, beta, A_log, dt_bias, layer.state, ring["k"], ring["v"], ring["u"], ring["g"], ring["beta"]),
-        *(layer.cursors, step.slot_indices, step.query_start_loc, out),
-        buffer_len=step.buffer_len,
-        pad_slot_id=step.pad_slot_id,
-        scale=spec.head_k_dim**-0.5 if scale is None else scale,
-        use_qk_l2norm=spec.use_qk_l2norm,
-        lower_bound=spec.lower_bound if isinstance(spec, KDASpec) else None,
-        max_window_len=step.max_window_len,
-        parents=step.parents,
-    )
+    options = {
+        "scale": spec.head_k_dim**-0.5 if scale is None else scale,
+        "use_qk_l2norm": spec.use_qk_l2norm,
+        "lower_bound": spec.lower_bound if isinstance(spec, KDASpec) else None,
+    }
+    _run(layer, step, (q, k, v, g, beta, A_log, dt_bias), out, options)
     return out
+
+
+def _run(
+    layer: LayerCache,
+    step: Step,
+    inputs: tuple[torch.Tensor | None, ...],
+    out: torch.Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Run the family's op; a stepwise step leaves the ring out."""
+    rows = (step.slot_indices, step.query_start_loc, out)
+    common = {"pad_slot_id": step.pad_slot_id, "max_window_len": step.max_window_len, **options}
+    if step.stepwise:
+        layer.ops.stepwise(*inputs, layer.state, *rows, **common)
+        return
+    rings = (layer.ring[name] for name in layer.spec.ring_fields)
+    buffer_len, parents = step.buffer_len, step.parents
+    layer.ops.step(*inputs, layer.state, *rings, layer.cursors, *rows, buffer_len=buffer_len, parents=parents, **common)
 
 
 def _num_tokens(step: Step, x: torch.Tensor) -> int:

@@ -126,3 +126,31 @@ def test_the_reference_backend_serves_the_same_cache() -> None:
         for i, case in enumerate(LAYERS):
             got = requests.cache.materialize(case.spec.layer_idx, [slot])[0]
             torch.testing.assert_close(got, requests.states[slot][i])
+
+
+def test_small_batches_decode_stepwise_and_others_through_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches change between steps; each change of the route keeps every state exact."""
+    monkeypatch.setattr(type(small_plan()), "stepwise_batch", 1)
+    requests = Requests(ReplayCache(small_plan(), 3), 8)
+    requests.load([0, 1, 2])
+    for batch in (3, 3, 1, 1, 3, 1, 2, 2, 2, 2, 2, 2, 2, 1):
+        slots = [2, 0, 1][:batch]
+        assert requests.cache.begin_step(slots).stepwise is (batch == 1)
+        requests.step(slots, None, None)
+        requests.check()
+        assert (requests.cache.cursors[:, 1] == 0).all() == (batch == 1)
+    requests.step([0], [3], [2])
+    requests.check()
+    assert not requests.cache.begin_step([0], 2).stepwise
+    assert not requests.cache.begin_step([0], buffer_len=1).stepwise
+
+
+def test_a_plan_without_the_ring() -> None:
+    requests = Requests(ReplayCache(small_plan(route="stepwise", num_draft_tokens=0), 3), 8)
+    requests.load([0, 2])
+    for _ in range(9):
+        requests.step([2, 0], None, None)
+        requests.check()
+    assert (requests.cache.cursors[:, 1] == 0).all()
+    assert requests.cache.plan.kernels(2)["gdn 2x5x6"] == "stepwise"
+    assert small_plan().kernels(2)["gdn 2x5x6"] == "torch"

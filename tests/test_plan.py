@@ -129,6 +129,8 @@ def test_tensor_parallel_sizes() -> None:
         ({"layers": (GDNSpec(1, 1, 16, 16),) * 2}, "layer_idx 0 more than once"),
         ({"layers": (GDNSpec(1, 1, 24, 16),), "read": "int8"}, "divisible by 32"),
         ({"spread_flushes": "false"}, "spread_flushes is 'false'"),
+        ({"route": "fast"}, "route is 'fast'; allowed: auto, replay, stepwise"),
+        ({"route": "stepwise", "num_draft_tokens": 1}, "allowed with drafts: auto, replay"),
     ],
 )
 def test_bad_plans_are_refused(options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,21 @@ def command(
     json: JsonFlag = False,
 ) -> None:
     """Count the bytes of a model's SSM state per request and per step."""
+    import torch
+
     from replayssm.checks import check_int
     from replayssm.plan import Plan
 
     check_int("batch", batch, 1)
     layers = tuple(layer.shard(tp) for layer in model_layers(model))
-    plan = Plan(layers=layers, buffer_len=buffer_len, num_draft_tokens=drafts, checkpoint=checkpoint, read=read)
+    plan = Plan(
+        layers=layers,
+        buffer_len=buffer_len,
+        num_draft_tokens=drafts,
+        checkpoint=checkpoint,
+        read=read,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+    )
     if json:
         print_json({**summary(model, plan, batch), "tp": tp})
     else:
@@ -66,9 +75,21 @@ def summary(model: str, plan: Plan, batch: int) -> dict[str, object]:
         "traffic_ratio": round(plan.traffic_ratio(batch), 4),
         "buffer_len": plan.buffer_len,
         "num_draft_tokens": plan.num_draft_tokens,
+        "kernels": kernels(plan, batch),
         "checkpoint": plan.checkpoint,
         "read": plan.read,
     }
+
+
+def kernels(plan: Plan, batch: int) -> dict[str, str]:
+    """What runs here, by layer; empty for formats that can only be counted so far."""
+    from replayssm.checks import ReplayError
+
+    try:
+        plan.check_runnable()
+    except ReplayError:
+        return {}
+    return plan.kernels(batch)
 
 
 def show(model: str, plan: Plan, batch: int, tp: int) -> None:
@@ -98,6 +119,8 @@ def show(model: str, plan: Plan, batch: int, tp: int) -> None:
         ],
         (f"SSM traffic of one step, batch {batch}", "bytes", "ratio"),
     )
+    for layer, kernel in kernels(plan, batch).items():
+        typer.echo(f"{layer}: {kernel}")
     typer.echo("Counted from the shapes (mean over a window, flush included), not measured.")
 
 

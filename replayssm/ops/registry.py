@@ -68,6 +68,11 @@ def family_ops(family: Family, backend: str, device: torch.device) -> FamilyOps:
     return FamilyOps(*(getattr(source, f"{prefix}_{name}") for name in ("step", "stepwise", "materialize")))
 
 
+def launch_module(family: Family) -> Any:
+    """The module that launches a family's kernels: its `route` and `stepwise_wins` tell a plan what it chooses."""
+    return importlib.import_module(f"replayssm.ops.{op_family(family)}.launch")
+
+
 class _Implementation:
     """The functions of one backend, by op name."""
 

@@ -1,0 +1,113 @@
+"""What to compile ahead of time: every GDN and KDA kernel in every configuration of the tables, for all its targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from replayssm.ops.delta import (
+    configs,
+    gluon_materialize,
+    gluon_step,
+    gluon_stepwise,
+    triton_materialize,
+    triton_step,
+    triton_stepwise,
+)
+from replayssm.ops.delta.configs import LaunchConfig, Shape
+
+ALL_TARGETS = ("sm80", "sm89", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950")
+# (k-heads, v-heads, K, V, KDA): Qwen3.5-122B, Kimi-Linear.
+SHAPES = {"qwen": (16, 64, 128, 128, False), "kimi": (32, 32, 128, 128, True)}
+DTYPES = {"fp32": 4, "bf16": 2}
+BATCHES = (1, 8, 32, 256)
+_FLOAT = {"A_log", "dt_bias", "ring_g", "ring_beta"}
+_INT = {"cursors", "slot_indices", "dst_indices", "num_tokens"}
+_POINTERS = {"q", "k", "v", "g", "beta", "ring_k", "ring_v", "ring_u", "out", "state", "dst"} | _FLOAT | _INT
+
+
+@dataclass(frozen=True)
+class AotCase:
+    """One kernel with its arguments' types; `source()` goes to `triton.compile` with `options`."""
+
+    name: str
+    kernel: Any
+    state: str
+    constexprs: dict[str, Any]
+    options: dict[str, Any]
+    targets: tuple[str, ...]
+    gluon: bool = False
+
+    def source(self) -> Any:
+        """The kernel for 16-byte aligned pointers; of strides, those of whole rows are multiples of 16 too."""
+        signature, constexprs, attributes = {}, {}, {}
+        for i, name in enumerate(self.kernel.arg_names):
+            if name in self.constexprs:
+                signature[name], constexprs[(i,)] = "constexpr", self.constexprs[name]
+                continue
+            signature[name] = self._type(name)
+            if name in _POINTERS or name.startswith(("stride_q", "stride_k", "stride_v", "stride_rk", "stride_state")):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        return (GluonASTSource if self.gluon else ASTSource)(self.kernel, signature, constexprs, attributes)
+
+    def _type(self, name: str) -> str:
+        if name in ("scale", "lower_bound"):
+            return "fp32"
+        if name not in _POINTERS:
+            return "i32"
+        if name in ("state", "dst"):
+            return f"*{self.state}"
+        return "*i32" if name in _INT else "*fp32" if name in _FLOAT else "*bf16"
+
+
+def aot_cases() -> Iterator[AotCase]:
+    """All cases: the portable kernels for every target, the Gluon kernels for those in `configs.GLUON_ARCHS`."""
+    for label, (HK, HV, K, V, kda) in SHAPES.items():
+        for state, size in DTYPES.items():
+            sizes = {"HV": HV, "GROUP": HV // HK, "K": K, "V": V, "KDA": kda, "NORM": True}
+            yield from _portable_cases(f"{label}-{state}", sizes, state)
+            for arch in configs.GLUON_ARCHS:
+                shape = Shape(HK, HV, K, V, kda, size, 17, True, arch)
+                yield from _gluon_cases(f"{label}-{state}", sizes, state, shape)
+
+
+def _gates(bounded: bool) -> dict[str, bool]:
+    return {"RAW": True, "HAS_BIAS": True, "BOUNDED": bounded}
+
+
+def _portable_cases(label: str, sizes: dict[str, Any], state: str) -> Iterator[AotCase]:
+    tile = {**sizes, "BLOCK_K": sizes["K"], "BLOCK_V": 4096 // sizes["K"]}
+    kernels = (
+        ("step", triton_step.delta_step_kernel, {**_gates(sizes["KDA"]), "BLOCK_L": 16}),
+        ("stepwise", triton_stepwise.delta_stepwise_kernel, _gates(sizes["KDA"])),
+        ("materialize", triton_materialize.delta_materialize_kernel, {"ALL_ROWS": False}),
+    )
+    for name, kernel, more in kernels:
+        yield AotCase(f"{name}-{label}", kernel, state, {**tile, **more}, {"num_warps": 4}, ALL_TARGETS)
+
+
+def _gluon_cases(label: str, sizes: dict[str, Any], state: str, shape: Shape) -> Iterator[AotCase]:
+    for config in dict.fromkeys(configs.step_config(batch, shape) for batch in BATCHES):
+        more = {**_gates(False), "BLOCK_L": 16, "NUM_TILES": config.num_tiles, "STAGES": config.stages}
+        more |= {"SETTLE": config.settle, "INTERLEAVE": config.interleave}
+        yield _gluon_case("step", gluon_step.delta_step_kernel, label, {**sizes, **more}, state, shape, config)
+    for config in dict.fromkeys(configs.stepwise_config(batch, shape) for batch in BATCHES):
+        more = {**sizes, **_gates(False)}
+        yield _gluon_case("stepwise", gluon_stepwise.delta_stepwise_kernel, label, more, state, shape, config)
+    more = {**sizes, "BLOCK_L": 16, "ALL_ROWS": True}
+    config = configs.materialize_config(shape)
+    yield _gluon_case("materialize", gluon_materialize.delta_materialize_kernel, label, more, state, shape, config)
+
+
+def _gluon_case(
+    name: str, kernel: Any, label: str, constexprs: dict[str, Any], state: str, shape: Shape, config: LaunchConfig
+) -> AotCase:
+    options: dict[str, Any] = {"num_warps": config.num_warps}
+    if config.max_registers:
+        options["maxnreg"] = config.max_registers
+    constexprs = {**constexprs, "BLOCK_V": config.block_v}
+    return AotCase(f"{name}-{label}-{config}", kernel, state, constexprs, options, (shape.arch,), gluon=True)

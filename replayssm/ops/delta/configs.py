@@ -1,0 +1,159 @@
+"""Launch configurations of the GDN and KDA kernels: data, chosen from what the host knows, never from timing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """How a kernel is launched.
+
+    backend: "triton" (portable) or "gluon" (NVIDIA). block_v: V-rows of a tile. For Gluon's step also num_tiles: tiles
+    a program; stages: tiles in flight; settle: a flushing row in the last 1 / settle of the batch trades places with
+    an early one (0: off); interleave: rows whose programs alternate. pdl: programmatic dependent launch.
+    """
+
+    backend: str
+    block_v: int
+    num_warps: int
+    num_tiles: int = 1
+    stages: int = 1
+    max_registers: int | None = None
+    settle: int = 0
+    interleave: int = 1
+    pdl: bool = False
+
+    def __str__(self) -> str:
+        tiles = f", {self.num_tiles} tiles, {self.stages} in flight" if self.num_tiles > 1 else ""
+        return f"{self.backend} {self.block_v} rows, {self.num_warps} warps{tiles}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a choice depends on besides the batch. aligned: state, ring_v and ring_u allow 16-byte accesses."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    kda: bool
+    state_bytes: int
+    ring_len: int
+    aligned: bool
+    arch: str
+
+
+def _step(block_v: int, num_tiles: int, stages: int, registers: int, settle: int, interleave: int) -> LaunchConfig:
+    return LaunchConfig("gluon", block_v, 4, num_tiles, stages, registers, settle, interleave, pdl=True)
+
+
+def _stepwise(block_v: int, num_warps: int) -> LaunchConfig:
+    return LaunchConfig("gluon", block_v, num_warps, pdl=True)
+
+
+# (KDA, bytes of a state's element): up to how many tiles of 64 x 128 in the batch, and the configuration for them.
+# Measured on one H200 at batches 1, 8, 32 and 256 of 32 and 64 v-heads.
+STEP = {
+    (False, 4): (
+        (96, _step(32, 1, 1, 96, 0, 1)),
+        (768, _step(32, 1, 1, 96, 2, 1)),
+        (1536, _step(64, 1, 1, 128, 2, 1)),
+        (6144, _step(64, 2, 2, 168, 2, 8)),
+        (24576, _step(64, 4, 2, 168, 8, 8)),
+        (1 << 40, _step(64, 4, 1, 128, 8, 8)),
+    ),
+    (False, 2): (
+        (96, _step(32, 1, 1, 96, 0, 1)),
+        (3072, _step(64, 1, 1, 128, 2, 1)),
+        (6144, _step(64, 2, 2, 128, 4, 8)),
+        (1 << 40, _step(64, 4, 2, 128, 8, 8)),
+    ),
+    (True, 4): (
+        (96, _step(32, 1, 1, 96, 0, 1)),
+        (768, _step(64, 1, 1, 128, 0, 1)),
+        (6144, _step(64, 2, 1, 128, 2, 8)),
+        (1 << 40, _step(64, 2, 1, 128, 8, 8)),
+    ),
+    (True, 2): (
+        (96, _step(32, 1, 1, 96, 0, 1)),
+        (768, _step(64, 1, 1, 128, 0, 1)),
+        (1 << 40, _step(64, 2, 2, 168, 8, 8)),
+    ),
+}
+# Up to how many such tiles stepwise decoding was faster than the cycle of 16 steps with flushes spread over the rows.
+STEPWISE_FASTER = {(False, 4): 512, (False, 2): 2048, (True, 4): 512, (True, 2): 2048}
+STEPWISE = {4: ((1536, _stepwise(16, 2)), (1 << 40, _stepwise(8, 1))), 2: ((1 << 40, _stepwise(32, 2)),)}
+MATERIALIZE = LaunchConfig("gluon", 32, 4)
+# The Gluon kernels hold tiles of these K; their ring loops take up to 32 rows at once.
+GLUON_ARCHS = ("sm90", "sm100", "sm103", "sm120")
+GLUON_K = (64, 128)
+GLUON_RING_LEN = 33
+
+
+@cache
+def step_config(batch: int, shape: Shape) -> LaunchConfig:
+    """Configuration of the step kernel."""
+    if not _gluon_fits(shape) or shape.ring_len > GLUON_RING_LEN:
+        return _portable(shape)
+    config = _pick(STEP[shape.kda, shape.state_bytes], batch, shape)
+    return _with_tiles(config, shape)
+
+
+@cache
+def stepwise_config(batch: int, shape: Shape) -> LaunchConfig:
+    """Configuration of the stepwise kernel."""
+    return _pick(STEPWISE[shape.state_bytes], batch, shape) if _gluon_fits(shape) else _portable(shape)
+
+
+@cache
+def materialize_config(shape: Shape) -> LaunchConfig:
+    """Configuration of the materialize kernel."""
+    return MATERIALIZE if _gluon_fits(shape) else _portable(shape)
+
+
+def stepwise_is_faster(batch: int, shape: Shape) -> bool:
+    """Whether a batch this small decodes faster without a ring; for a plan, as a cache cannot change its mind."""
+    return _gluon_fits(shape) and _num_tiles(batch, shape) <= STEPWISE_FASTER[shape.kda, shape.state_bytes]
+
+
+def route(batch: int, shape: Shape) -> str:
+    """One line for a plan: what a decode step of this batch runs."""
+    return str(step_config(batch, shape))
+
+
+def _gluon_fits(shape: Shape) -> bool:
+    rows = shape.head_v_dim % 64 == 0
+    return shape.arch in GLUON_ARCHS and shape.head_k_dim in GLUON_K and rows and shape.aligned
+
+
+def _num_tiles(batch: int, shape: Shape) -> int:
+    """The batch's states in tiles of 64 x 128."""
+    return batch * shape.num_v_heads * shape.head_v_dim * shape.head_k_dim // (64 * 128)
+
+
+def _pick(table: tuple[tuple[int, LaunchConfig], ...], batch: int, shape: Shape) -> LaunchConfig:
+    tiles = _num_tiles(batch, shape)
+    config = next(config for most, config in table if tiles <= most)
+    # The register caps were measured on sm90; elsewhere nothing may spill.
+    return config if shape.arch == "sm90" else replace(config, max_registers=config.max_registers and 240)
+
+
+def _with_tiles(config: LaunchConfig, shape: Shape) -> LaunchConfig:
+    """As many tiles a program as divide those of a k-head, and whole v-heads or parts of one."""
+    per_head = shape.head_v_dim // config.block_v
+    total, tiles = shape.num_v_heads // shape.num_k_heads * per_head, config.num_tiles
+    while total % tiles or (tiles % per_head and per_head % tiles):
+        tiles //= 2
+    return replace(config, num_tiles=tiles, stages=min(config.stages, tiles))
+
+
+def _portable(shape: Shape) -> LaunchConfig:
+    """The portable kernels' tile: at most 4096 elements."""
+    rows = max(4, 4096 // _power_of_2(shape.head_k_dim))
+    return LaunchConfig("triton", min(rows, _power_of_2(shape.head_v_dim)), 4)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
