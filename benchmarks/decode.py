@@ -2,7 +2,8 @@
 
     python benchmarks/decode.py --csv decode.csv [--models qwen3.5-4b ...] [--batches 1 8 ...] [--checkpoints fp32 bf16]
 
-Checks each layer first, in the same run; a layer that fails its check is not timed.
+Checks each layer first; a layer that fails its check is not timed. `--check only` and `--check skip` divide the two,
+so that many layers can be checked (and compiled) side by side before one process times them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ BATCHES = (1, 8, 32, 128, 256, 512)
 PHASES = ("stepwise", "cycle", "cycle_lockstep", "flush", "middle")
 
 
-def measure(model: str, checkpoint: str, batches: list[int], ceilings: Ceilings) -> list[Timing]:
-    """Check the layer at every batch, then time every phase."""
+def check(model: str, checkpoint: str, batches: list[int]) -> None:
+    """Raise unless the layer is right at every batch."""
     plan = Plan(preset(model)[:1], checkpoint=checkpoint, device="cuda")
     require_correct(plan.layers[0], plan, batches)
+    print(f"{model}, {checkpoint} checkpoint, batches {batches}: right", flush=True)
+
+
+def measure(model: str, checkpoint: str, batches: list[int], ceilings: Ceilings) -> list[Timing]:
+    """Time every phase."""
+    plan = Plan(preset(model)[:1], checkpoint=checkpoint, device="cuda")
     timings = []
     for batch in batches:
         bench = LayerBench(plan, batch)
@@ -61,8 +68,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     parser.add_argument("--checkpoints", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--check", choices=["first", "only", "skip"], default="first")
     parser.add_argument("--csv", type=Path, default=Path("decode.csv"))
     options = parser.parse_args()
+    cases = [(model, checkpoint) for model in options.models for checkpoint in options.checkpoints]
+    if options.check != "skip":
+        for model, checkpoint in cases:
+            check(model, checkpoint, options.batches)
+    if options.check == "only":
+        return
     ceilings = measure_ceilings(torch.device("cuda"))
     print(environment(), ceilings, flush=True)
     print("| layer of | format | batch | stepwise us | cycle us | gain | lockstep us | 8 rows us | flush us |")
@@ -71,17 +85,16 @@ def main() -> None:
         names = ["model", "checkpoint", *Timing.__dataclass_fields__]
         writer = csv.DictWriter(file, names)
         writer.writeheader()
-        for model in options.models:
-            for checkpoint in options.checkpoints:
-                try:
-                    timings = measure(model, checkpoint, list(options.batches), ceilings)
-                except Exception:
-                    traceback.print_exc()
-                    continue
-                writer.writerows({"model": model, "checkpoint": checkpoint, **asdict(t)} for t in timings)
-                file.flush()
-                for batch in options.batches:
-                    print(table_row(model, checkpoint, [t for t in timings if t.batch == batch]), flush=True)
+        for model, checkpoint in cases:
+            try:
+                timings = measure(model, checkpoint, options.batches, ceilings)
+            except Exception:
+                traceback.print_exc()
+                continue
+            writer.writerows({"model": model, "checkpoint": checkpoint, **asdict(t)} for t in timings)
+            file.flush()
+            for batch in options.batches:
+                print(table_row(model, checkpoint, [t for t in timings if t.batch == batch]), flush=True)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class ReplayCache:
             raise fail("layers", sorted(layers), f"the layer_idx of the plan: {sorted(specs)}")
         if cursors is None:
             cursors = torch.zeros(num_slots, 4, dtype=torch.int32, device=self.device)
-            cursor_ops.reset(cursors, self._all(), plan.buffer_len, spread=plan.spread_flushes)
+            cursor_ops.reset(cursors, self._all(), plan.buffer_len, spread=plan.spreads(num_slots))
         check_tensor("cursors", cursors, (num_slots, 4), (torch.int32,), self.device, inner_contiguous=2)
         self.cursors = cursors
         self._layers = {
@@ -120,7 +120,7 @@ class ReplayCache:
     def reset(self, slots: Slots) -> None:
         """Empty the rings of `slots`; checkpoints stay as they are."""
         index = self._slots(slots)
-        cursor_ops.reset(self.cursors, index, self.plan.buffer_len, spread=self.plan.spread_flushes)
+        cursor_ops.reset(self.cursors, index, self.plan.buffer_len, spread=self.plan.spreads(self.num_slots))
 
     def begin_step(
         self,

@@ -96,6 +96,7 @@ class _Run:
             activation=DTYPES[case.activation],
             device=device,
             backend=backend,
+            route="replay",  # small batches too are to go through the ring here
         )
         self.case, self.device, self.pick = case, device, random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -153,19 +154,22 @@ class _Run:
     def _stepwise(
         self, ops: FamilyOps, state: torch.Tensor, slots: list[int], lens: list[int], inputs: dict[str, torch.Tensor]
     ) -> torch.Tensor:
+        """Outputs of the windows' tokens, decoded one at a time."""
         exact, device = state.dtype == torch.float64, self.device
         every = {name: _move(value, device) for name, value in (inputs | self.parameters).items()}
         if exact:
             every = {name: value.double() for name, value in every.items()}
-        kept = [r for r, n in enumerate(lens) if n]
-        starts = torch.tensor([0, *(lens[r] for r in kept)]).cumsum(0).int().to(device)
-        rows = torch.tensor([slots[r] for r in kept], dtype=torch.int32, device=device)
-        longest = max([1, *lens])
-        dtype = torch.float64 if exact else DTYPES[self.case.activation]
-        out = self._poisoned(sum(lens), device, dtype)
-        loc = None if longest == 1 else starts
-        options: dict[str, Any] = {"pad_slot_id": -1, "max_window_len": longest, **op_options(self.case.spec)}
-        ops.stepwise(*positional(self.case.spec, every), state, rows, loc, out, **options)
+        out = self._poisoned(sum(lens), device, torch.float64 if exact else DTYPES[self.case.activation])
+        for i in range(max(lens, default=0)):
+            rows = [r for r, n in enumerate(lens) if n > i]
+            at = torch.tensor([sum(lens[:r]) + i for r in rows], device=device)
+            where = torch.tensor([slots[r] for r in rows], dtype=torch.int32, device=device)
+            whole = len(at) == len(out)  # one token a row: the strided inputs go in as they are
+            tokens = every if whole else {n: v if n in self.parameters else v[at] for n, v in every.items()}
+            mine = self._poisoned(len(at), device, out.dtype)
+            options: dict[str, Any] = {"pad_slot_id": -1, "max_window_len": 1, **op_options(self.case.spec)}
+            ops.stepwise(*positional(self.case.spec, tokens), state, where, None, mine, **options)
+            out[at] = mine
         return out
 
     def _poisoned(self, tokens: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -18,6 +18,7 @@ from replayssm.ops.registry import launch_module
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 BACKENDS = ("auto", "torch", "triton", "reference")
+SPREAD_FROM = 64
 ROUTES = ("auto", "replay", "stepwise")
 MAX_BUFFER_LEN = 256
 MAX_DRAFT_TOKENS = 63
@@ -30,7 +31,8 @@ class Plan:
     layers: one LayerSpec a layer (after tensor-parallel sharding). buffer_len: committed rows a slot may hold.
     num_draft_tokens: most drafts a step verifies (window_len is at most one more). checkpoint, read: formats by name.
     activation: dtype of the layers' inputs and outputs. backend: "auto" takes torch on a CPU and triton on a GPU.
-    spread_flushes: shorten first windows so that requests which start together flush at different steps.
+    spread_flushes: shorten first windows so that requests which start together flush at different steps; None: in
+    caches of at least 64 slots, since in small batches a flush has too few other rows' reads to hide under.
     route: "replay" takes every step through the ring, "stepwise" none; "auto" lets batches of up to `stepwise_batch`
     rows decode stepwise, where the kernels' tables say that this is faster.
     """
@@ -43,7 +45,7 @@ class Plan:
     activation: torch.dtype = torch.bfloat16
     device: torch.device | str = "cpu"
     backend: str = "auto"
-    spread_flushes: bool = True
+    spread_flushes: bool | None = None
     route: str = "auto"
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class Plan:
             raise ReplayError(
                 f"route is 'stepwise' with num_draft_tokens {self.num_draft_tokens}; allowed with drafts: auto, replay"
             )
-        check_choice("spread_flushes", self.spread_flushes, (True, False))
+        check_choice("spread_flushes", self.spread_flushes, (None, True, False))
         for spec in self.layers:
             READ_FORMATS[self.read].check_dims("read", spec.state_shape[2])
         object.__setattr__(self, "device", _check_device(self.device))
@@ -142,6 +144,10 @@ class Plan:
         """How many times fewer bytes a step moves than ordinary decoding in the checkpoint's format."""
         step = self.step_bytes(batch)
         return step.stepwise / step.replay
+
+    def spreads(self, num_slots: int) -> bool:
+        """Whether requests of a cache of this size flush at different steps."""
+        return num_slots >= SPREAD_FROM if self.spread_flushes is None else self.spread_flushes
 
     @property
     def stepwise_batch(self) -> int:

@@ -119,7 +119,7 @@ def test_strong_and_vanishing_gates(scale: float) -> None:
             commit_one(dims, pool, slots)
 
 
-def test_windows_are_refused() -> None:
+def test_windows_without_query_start_loc_are_refused() -> None:
     dims, generator = Dims(), torch.Generator().manual_seed(5)
     layer = new_layer(dims, 1, generator, "cpu")
     own(layer, dims, [0], generator)

@@ -120,7 +120,7 @@ def test_materialize_elsewhere_and_in_place(some: bool) -> None:
         assert error(results[0].nan_to_num(), results[1].nan_to_num()) < STATE[torch.float32]
 
 
-def test_windows_are_refused() -> None:
+def test_windows_without_query_start_loc_are_refused() -> None:
     dims, generator = Dims(), torch.Generator().manual_seed(5)
     layer = new_layer(dims, 2, generator, "cpu")
     own(dims, layer, [1], [1], generator)

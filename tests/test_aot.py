@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from replayssm.ops.delta.aot import aot_cases as delta_cases  # noqa: E402
 from replayssm.ops.mamba2.aot import aot_cases as mamba2_cases  # noqa: E402
+from replayssm.ops.window_aot import aot_cases as window_cases  # noqa: E402
 
 SPILL_CHECKED = ("sm90", "sm100")
 PINNED = triton.__version__.startswith("3.6.")
@@ -28,7 +29,7 @@ def gpu_target(name: str) -> GPUTarget:
 
 
 def by_target() -> Iterator[Any]:
-    for family, cases in (("mamba2", mamba2_cases), ("delta", delta_cases)):
+    for family, cases in (("mamba2", mamba2_cases), ("delta", delta_cases), ("window", window_cases)):
         for case in cases():
             for target in case.targets:
                 yield pytest.param(case, target, id=f"{family}-{case.name}-{target}")

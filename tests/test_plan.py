@@ -165,3 +165,12 @@ def test_plans_that_cannot_run_yet_are_refused_by_the_cache(options: dict[str, s
     assert plan.step_bytes(1).replay > 0
     with pytest.raises(ReplayError, match="allowed for running so far"):
         replayssm.ReplayCache(plan, 1)
+
+
+def test_small_caches_flush_in_lockstep_unless_told_otherwise() -> None:
+    plan = Plan((GDNSpec(1, 2, 16, 16),))
+    assert [plan.spreads(n) for n in (1, 63, 64, 500)] == [False, False, True, True]
+    assert plan.with_options(spread_flushes=True).spreads(1)
+    assert not plan.with_options(spread_flushes=False).spreads(500)
+    limits = replayssm.ReplayCache(plan, 64).cursors[:, 2]
+    assert sorted(limits.tolist()) == sorted(list(range(1, 17)) * 4)

@@ -177,7 +177,8 @@ def enable(
     read: str = "none",
     activation: torch.dtype | None = None,
     backend: str = "auto",
-    spread_flushes: bool = True,
+    spread_flushes: bool | None = None,
+    route: str = "auto",
 ) -> ReplayHandle:
     """Let `model.generate(...)` and `model(...)` decode through ReplaySSM, until `disable`.
 
@@ -199,6 +200,7 @@ def enable(
         device=_device(decoder),
         backend=backend,
         spread_flushes=spread_flushes,
+        route=route,
     )
     plan.check_runnable()
     handle: ReplayHandle | None = getattr(decoder, _HANDLE, None)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import relative_error
 
-from replayssm import GDNSpec, KDASpec, LayerSpec, Mamba2Spec, Plan, ReplayCache, Step
+from replayssm import GDNSpec, KDASpec, LayerSpec, Mamba2Spec, Plan, ReplayCache, Step, delta_decode
 from replayssm.check import SHAPES, CheckCase, check_cases, run_check
 from replayssm.layer import layer_shapes
 from replayssm.workload import op_options, positional, random_inputs, random_parameters
@@ -56,7 +57,7 @@ class Layer:
 
     def __init__(self, spec: LayerSpec, num_slots: int, seed: int = 0, **options: object) -> None:
         self.spec = replace(spec, layer_idx=0)
-        defaults = {"device": "cuda", "activation": torch.bfloat16, "spread_flushes": False}
+        defaults = {"device": "cuda", "activation": torch.bfloat16, "spread_flushes": False, "route": "replay"}
         self.plan = Plan((self.spec,), **(defaults | options))
         self.generator = torch.Generator().manual_seed(seed)
         self.parameters = random_parameters(spec, self.generator)
@@ -244,3 +245,31 @@ def test_engine_pages_with_padding_between_slots(spec: LayerSpec, batch: int) ->
     assert torch.equal(own.cache.materialize(0, slots - 1), paged.cache.materialize(0, slots))
     assert torch.equal(pages[[0, batch + 1, batch + 2]], idle)
     assert (pages[:, -192:] == 0xFF).all()
+
+
+def test_the_smallest_batches_take_the_faster_route_and_stay_exact() -> None:
+    """Small batches decode stepwise, larger ones through the ring; states follow the stepwise kernel either way."""
+    layer = Layer(FAMILIES[2], 40, route="auto")
+    large = layer.plan.stepwise_batch + 1
+    assert 1 < large <= 40
+    state = torch.randn(40, *FAMILIES[2].state_shape, generator=layer.generator).cuda()
+    layer.cache.load(list(range(40)), {0: state})
+    stepwise = layer.cache.layer(0).state.clone()
+    routes = []
+    for batch in [1] * 5 + [large] * 20 + [1] * 5:
+        slots = list(range(batch))
+        step, inputs = layer.cache.begin_step(slots), layer.inputs(batch)
+        every = {n: v.cuda() for n, v in (inputs | layer.parameters).items()}
+        delta_decode(layer.cache.layer(0), step, **every)
+        layer.cache.commit(step)
+        out = torch.empty(batch, *FAMILIES[2].state_shape[:2], dtype=torch.bfloat16, device="cuda")
+        layer.cache.layer(0).ops.stepwise(
+            *(*positional(layer.spec, every), stepwise, torch.tensor(slots, device="cuda").int(), None, out),
+            pad_slot_id=-1,
+            max_window_len=1,
+            **op_options(layer.spec),
+        )
+        routes.append(step.stepwise)
+    assert routes == [True] * 5 + [False] * 20 + [True] * 5
+    got = layer.cache.materialize(0, list(range(40)))
+    assert torch.isfinite(got).all() and relative_error(got, stepwise) < 1e-6

@@ -22,9 +22,24 @@ def test_logits_of_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = {key: value.cuda() for key, value in prompts().items()}
     monkeypatch.setattr("generation_runs.prompts", lambda seed=0: on_gpu)
     plain, _ = forced_logits(model, tokens)
-    with enable(model) as handle:
+    with enable(model, route="replay") as handle:
         replay, cache = forced_logits(model, tokens)
         assert handle.plan.backend == "triton"
         assert int(cache.core.cursors[:, 3].min()) >= 3
     bound = 512 * torch.finfo(torch.float32).eps * float(plain.abs().max())
     assert float((plain - replay).abs().max()) <= bound
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "kimi_linear"])
+def test_assisted_generation_takes_fewer_steps_and_gives_the_same_tokens(name: str) -> None:
+    model, assistant = tiny_model(name).cuda(), tiny_model(name).cuda()
+    prompt = torch.randint(3, 61, (1, 12), generator=torch.Generator().manual_seed(5)).cuda()
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
+    calls = []
+    with enable(model, num_draft_tokens=3), enable(assistant):
+        plain = model.generate(prompt, **options)
+        hook = model.get_decoder().register_forward_hook(lambda *_: calls.append(1))
+        assisted = model.generate(prompt, assistant_model=assistant, **options)
+        hook.remove()
+    assert torch.equal(plain, assisted)
+    assert len(calls) <= 25

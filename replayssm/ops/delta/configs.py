@@ -82,8 +82,8 @@ STEP = {
         (1 << 40, _step(64, 2, 2, 168, 8, 8)),
     ),
 }
-# Up to how many such tiles stepwise decoding was faster than the cycle of 16 steps with flushes spread over the rows.
-STEPWISE_FASTER = {(False, 4): 512, (False, 2): 2048, (True, 4): 512, (True, 2): 2048}
+# Up to how many such tiles stepwise decoding was faster than a cycle whose rows flush together, as small caches do.
+STEPWISE_FASTER = {(False, 4): 64, (False, 2): 2048, (True, 4): 64, (True, 2): 1024}
 STEPWISE = {4: ((1536, _stepwise(16, 2)), (1 << 40, _stepwise(8, 1))), 2: ((1 << 40, _stepwise(32, 2)),)}
 MATERIALIZE = LaunchConfig("gluon", 32, 4)
 # The Gluon kernels hold tiles of these K; their ring loops take up to 32 rows at once.

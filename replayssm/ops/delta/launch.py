@@ -13,6 +13,8 @@ from replayssm.checks import fail
 from replayssm.config import GDNSpec, KDASpec
 from replayssm.ops.delta import configs
 from replayssm.ops.delta.configs import LaunchConfig, Shape
+from replayssm.ops.delta.window_launch import delta_window
+from replayssm.ops.device import device_arch, is_aligned
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -42,14 +44,27 @@ def delta_step(
     use_qk_l2norm: bool,
     lower_bound: float | None,
     max_window_len: int,
+    parents: torch.Tensor | None = None,
     config: LaunchConfig | None = None,
 ) -> None:
-    """See `replayssm.ops.delta.reference.delta_step`; `config` overrides the tables in `configs`."""
-    _check(state, query_start_loc, max_window_len)
+    """See `replayssm.ops.delta.reference.delta_step`; `config` overrides the tables of one-token steps."""
+    rings = (ring_k, ring_v, ring_u, ring_g, ring_beta)
+    if query_start_loc is not None:
+        delta_window(
+            *(q, k, v, g, beta, A_log, dt_bias, state, *rings, cursors, slot_indices, query_start_loc, out),
+            buffer_len=buffer_len,
+            pad_slot_id=pad_slot_id,
+            scale=scale,
+            use_qk_l2norm=use_qk_l2norm,
+            lower_bound=lower_bound,
+            max_window_len=max_window_len,
+            parents=parents,
+        )
+        return
+    _check(state, None, max_window_len)
     batch = slot_indices.shape[0]
     if batch == 0:
         return
-    rings = (ring_k, ring_v, ring_u, ring_g, ring_beta)
     if config is None:
         config = configs.step_config(batch, layer_shape(state, k.shape[1], g, ring_v, ring_u))
     kernel, options = _kernel("step", config, state, k.shape[1])
@@ -145,9 +160,9 @@ def layer_shape(state: torch.Tensor, num_k_heads: int, g: torch.Tensor, *values:
     """What the choice of a configuration depends on; `values` are ring_v and ring_u where a kernel reads them."""
     heads, v_dim, k_dim = state.shape[1:]
     ring_len = values[0].shape[2] if values else 0
-    aligned = all(_aligned(tensor) for tensor in (state, *values))
+    aligned = all(is_aligned(tensor) for tensor in (state, *values))
     size = state.element_size()
-    return Shape(num_k_heads, heads, k_dim, v_dim, g.dim() == 3, size, ring_len, aligned, _arch(state.device))
+    return Shape(num_k_heads, heads, k_dim, v_dim, g.dim() == 3, size, ring_len, aligned, device_arch(state.device))
 
 
 def route(state_dtype: torch.dtype, batch: int, spec: GDNSpec, device: torch.device, ring_len: int = 17) -> str:
@@ -165,20 +180,7 @@ def stepwise_wins(
 def _contiguous_shape(state_dtype: torch.dtype, spec: GDNSpec, device: torch.device, ring_len: int) -> Shape:
     heads, dims = (spec.num_k_heads, spec.num_v_heads), (spec.head_k_dim, spec.head_v_dim)
     kda = isinstance(spec, KDASpec)
-    return Shape(*heads, *dims, kda, state_dtype.itemsize, ring_len, True, _arch(device))
-
-
-def _aligned(tensor: torch.Tensor) -> bool:
-    size = tensor.element_size()
-    return tensor.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in tensor.stride()[:2])
-
-
-@cache
-def _arch(device: torch.device) -> str:
-    if device.type != "cuda" or torch.version.hip:
-        return device.type if device.type != "cuda" else "hip"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm{major}{minor}"
+    return Shape(*heads, *dims, kda, state_dtype.itemsize, ring_len, True, device_arch(device))
 
 
 @cache
@@ -189,9 +191,9 @@ def _function(backend: str, name: str) -> Any:
 
 def _check(state: torch.Tensor, query_start_loc: torch.Tensor | None, max_window_len: int) -> None:
     if max_window_len != 1:
-        raise fail("max_window_len", max_window_len, "1 with the GDN and KDA GPU kernels (one token a row)")
+        raise fail("max_window_len", max_window_len, "1 without query_start_loc")
     if query_start_loc is not None:
-        raise fail("query_start_loc", tuple(query_start_loc.shape), "None with the GDN and KDA GPU kernels")
+        raise fail("query_start_loc", tuple(query_start_loc.shape), "None for stepwise decoding on a GPU")
     if state.dtype not in STATE_DTYPES:
         raise fail("state.dtype", state.dtype, ", ".join(map(str, STATE_DTYPES)) + " on a GPU")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -10,11 +9,13 @@ import triton
 
 from replayssm.checks import fail
 from replayssm.config import Mamba2Spec
+from replayssm.ops.device import device_arch, is_aligned
 from replayssm.ops.mamba2 import configs
 from replayssm.ops.mamba2.configs import LaunchConfig, Shape
 from replayssm.ops.mamba2.triton_materialize import mamba2_materialize_kernel
 from replayssm.ops.mamba2.triton_step import mamba2_step_kernel
 from replayssm.ops.mamba2.triton_stepwise import mamba2_stepwise_kernel
+from replayssm.ops.mamba2.window_launch import mamba2_window
 
 
 def mamba2_step(
@@ -39,10 +40,22 @@ def mamba2_step(
     pad_slot_id: int,
     dt_softplus: bool,
     max_window_len: int,
+    parents: torch.Tensor | None = None,
     config: LaunchConfig | None = None,
 ) -> None:
-    """See `replayssm.ops.mamba2.reference.mamba2_step`; `config` overrides the tables in `configs`."""
-    _one_token_only(query_start_loc, max_window_len)
+    """See `replayssm.ops.mamba2.reference.mamba2_step`; `config` overrides the tables of one-token steps."""
+    if query_start_loc is not None:
+        mamba2_window(
+            *(x, dt, A, B, C, D, z, dt_bias, state, ring_x, ring_B, ring_dt),
+            *(cursors, slot_indices, query_start_loc, out),
+            buffer_len=buffer_len,
+            pad_slot_id=pad_slot_id,
+            dt_softplus=dt_softplus,
+            max_window_len=max_window_len,
+            parents=parents,
+        )
+        return
+    _one_token_only(None, max_window_len)
     batch = slot_indices.shape[0]
     if batch == 0:
         return
@@ -127,10 +140,9 @@ def mamba2_materialize(
 
 def layer_shape(state: torch.Tensor, n_groups: int) -> Shape:
     """What the choice of a configuration depends on."""
-    size = state.element_size()
-    aligned = state.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in state.stride()[:2])
     H, P, N = state.shape[1:]
-    return Shape(H, n_groups, P, N, size, aligned and state.stride(2) == N, _arch(state.device))
+    tma = is_aligned(state) and state.stride(2) == N
+    return Shape(H, n_groups, P, N, state.element_size(), tma, device_arch(state.device))
 
 
 def route(state_dtype: torch.dtype, batch: int, spec: Mamba2Spec, device: torch.device, ring_len: int = 17) -> str:
@@ -147,22 +159,14 @@ def stepwise_wins(
 
 def _contiguous_shape(state_dtype: torch.dtype, spec: Mamba2Spec, device: torch.device) -> Shape:
     dims = (spec.num_heads, spec.n_groups, spec.head_dim, spec.d_state)
-    return Shape(*dims, state_dtype.itemsize, True, _arch(device))
-
-
-@cache
-def _arch(device: torch.device) -> str:
-    if device.type != "cuda" or torch.version.hip:
-        return device.type if device.type != "cuda" else "hip"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm{major}{minor}"
+    return Shape(*dims, state_dtype.itemsize, True, device_arch(device))
 
 
 def _one_token_only(query_start_loc: torch.Tensor | None, max_window_len: int) -> None:
     if max_window_len != 1:
-        raise fail("max_window_len", max_window_len, "1 with the Mamba-2 GPU kernels (one token a row)")
+        raise fail("max_window_len", max_window_len, "1 without query_start_loc")
     if query_start_loc is not None:
-        raise fail("query_start_loc", tuple(query_start_loc.shape), "None with the Mamba-2 GPU kernels")
+        raise fail("query_start_loc", tuple(query_start_loc.shape), "None for stepwise decoding on a GPU")
 
 
 def _tiles_of(state: torch.Tensor, block_v: int) -> int:

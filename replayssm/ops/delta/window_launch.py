@@ -1,0 +1,196 @@
+"""Launches the GDN and KDA window kernels: several tokens a row, windows of any lengths, drafts as chains or trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+from replayssm.checks import fail
+from replayssm.ops.device import device_arch, is_aligned
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    """How the window kernel is launched.
+
+    block_v: V-rows of a tile (Gluon: 16 a warp). For Gluon also num_tiles: tiles a program; stages: tiles in flight;
+    settle: move flushing rows to the front of the grid; dependent: start while the previous kernel ends.
+    """
+
+    backend: str
+    block_v: int
+    num_warps: int
+    num_tiles: int = 1
+    stages: int = 1
+    max_registers: int | None = None
+    settle: bool = False
+    dependent: bool = False
+
+
+@dataclass(frozen=True)
+class WindowShape:
+    """What a configuration may depend on; `arch` is "" where only the portable kernel runs."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    kda: bool
+    state_bytes: int
+    window_len: int
+    rows: int
+    arch: str
+
+
+GLUON_ARCHS = ("sm90", "sm100", "sm103", "sm120")
+# From this many tiles of 64 V-rows in the batch on: tiles a program; measured on one H200.
+TILES = ((16384, 8), (4096, 4), (2048, 2), (0, 1))
+
+
+@cache
+def window_config(batch: int, shape: WindowShape) -> WindowConfig:
+    """Configuration of the window kernel."""
+    if not _gluon_fits(shape):
+        rows = max(4, 2048 // triton.next_power_of_2(shape.head_k_dim))
+        return WindowConfig("triton", min(rows, triton.next_power_of_2(shape.head_v_dim)), 4)
+    block_v = 32 if batch <= 2 else 64
+    tiles = shape.num_v_heads // shape.num_k_heads * shape.head_v_dim // block_v
+    total = batch * shape.num_k_heads * tiles
+    num_tiles = next(n for least, n in TILES if total >= least and tiles % n == 0)
+    # The caps on registers were tuned where they are measured; elsewhere they would spill.
+    capped = shape.arch == "sm90" and shape.window_len <= (4 if shape.kda else 8) and shape.rows <= 16
+    stages = 2 if shape.state_bytes == 2 else 1
+    return WindowConfig(
+        "gluon",
+        block_v,
+        block_v // 16,
+        num_tiles,
+        min(stages, num_tiles),
+        168 if capped else None,
+        batch > 2,
+        batch <= 32,
+    )
+
+
+def route(batch: int, shape: WindowShape) -> str:
+    """One line that names what a window step runs."""
+    config = window_config(batch, shape)
+    if config.backend == "triton":
+        return f"triton: {config.block_v} rows, {config.num_warps} warps"
+    return f"gluon, tensor cores: {config.num_tiles} x {config.block_v} rows a program, {config.stages} in flight"
+
+
+def _gluon_fits(shape: WindowShape) -> bool:
+    return (
+        shape.arch in GLUON_ARCHS
+        and shape.head_v_dim % 64 == 0
+        and shape.head_k_dim in (64, 128)
+        and shape.window_len <= 8
+        and shape.rows <= 16
+    )
+
+
+def delta_window(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    state: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_v: torch.Tensor,
+    ring_u: torch.Tensor,
+    ring_g: torch.Tensor,
+    ring_beta: torch.Tensor,
+    cursors: torch.Tensor,
+    slot_indices: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    buffer_len: int,
+    pad_slot_id: int,
+    scale: float,
+    use_qk_l2norm: bool,
+    lower_bound: float | None,
+    max_window_len: int,
+    parents: torch.Tensor | None = None,
+    config: WindowConfig | None = None,
+) -> None:
+    """As `replayssm.ops.delta.reference.delta_step`; `config` overrides `window_config`."""
+    if query_start_loc is None:
+        raise fail("query_start_loc", None, "[batch + 1] int32 with windows")
+    batch = slot_indices.shape[0]
+    if batch == 0:
+        return
+    kda = g.dim() == 3
+    shape = _shape(state, ring_k.shape[1], q.dtype, kda, buffer_len, max_window_len)
+    config = config or window_config(batch, shape)
+    make = _gluon if config.backend == "gluon" else _portable
+    kernel, grid, options = make(state, batch, max_window_len, config)
+    chunk = 16 // state.element_size() if config.backend == "gluon" else 1
+    kernel[grid](
+        *(q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias),
+        *(state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices, query_start_loc),
+        *(query_start_loc if parents is None else parents, out),
+        *(state.shape[0], ring_k.shape[2], buffer_len, pad_slot_id, scale, lower_bound or 0.0),
+        *(stride for t in (q, k, v, g, beta, out) for stride in t.stride()[:2]),
+        *(stride // chunk for stride in state.stride()[:2]),
+        *(stride for t in (ring_k, ring_v, ring_u, ring_g, ring_beta) for stride in t.stride()[:2]),
+        ROWS=_rows(buffer_len, max_window_len),
+        GROUP=state.shape[1] // ring_k.shape[1],
+        TREE=parents is not None,
+        KDA=kda,
+        RAW=A_log is not None,
+        HAS_BIAS=dt_bias is not None,
+        BOUNDED=lower_bound is not None,
+        NORM=use_qk_l2norm,
+        **options,
+    )
+
+
+def _shape(
+    state: torch.Tensor, num_k_heads: int, activation: torch.dtype, kda: bool, buffer_len: int, max_window_len: int
+) -> WindowShape:
+    heads, v_dim, k_dim = state.shape[1:]
+    # The tensor cores take 16-bit activations, and 16-byte accesses to the checkpoint.
+    fast = activation in (torch.bfloat16, torch.float16) and is_aligned(state)
+    rows = _rows(buffer_len, max_window_len)
+    arch = device_arch(state.device) if fast else ""
+    return WindowShape(num_k_heads, heads, k_dim, v_dim, kda, state.element_size(), max_window_len, rows, arch)
+
+
+def _rows(buffer_len: int, max_window_len: int) -> int:
+    """Rows that the committed ones and the window fill together, as the kernels lay them out."""
+    return max(16, triton.next_power_of_2(max(buffer_len, max_window_len)))
+
+
+def _portable(
+    state: torch.Tensor, batch: int, max_window_len: int, config: WindowConfig
+) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    from replayssm.ops.delta.triton_window import delta_window_kernel
+
+    heads, v_dim, k_dim = state.shape[1:]
+    options: dict[str, Any] = {"HV": heads, "K": k_dim, "V": v_dim, "BLOCK_V": config.block_v}
+    options["BLOCK_K"] = triton.next_power_of_2(k_dim)
+    grid = (batch * heads * triton.cdiv(v_dim, config.block_v),)
+    return delta_window_kernel, grid, options | {"num_warps": config.num_warps, "num_stages": 1}
+
+
+def _gluon(
+    state: torch.Tensor, batch: int, max_window_len: int, config: WindowConfig
+) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+    from replayssm.ops.delta.gluon_window import delta_window_kernel
+
+    heads, v_dim, k_dim = state.shape[1:]
+    options: dict[str, Any] = {"HV": heads, "K": k_dim, "V": v_dim, "BLOCK_V": config.block_v}
+    options["TILES"] = config.num_tiles
+    tokens = max(4, triton.next_power_of_2(max_window_len))
+    options |= {"STAGES": config.stages, "SETTLE": config.settle, "TOKENS": tokens}
+    options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers, "launch_pdl": config.dependent}
+    return delta_window_kernel, (batch * heads * v_dim // (config.block_v * config.num_tiles),), options
