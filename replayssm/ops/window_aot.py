@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-
+from replayssm.ops.aot import ALL_TARGETS, DTYPES, AotCase, launch_options
 from replayssm.ops.delta import gluon_window as delta_gluon
 from replayssm.ops.delta import triton_window as delta_triton
 from replayssm.ops.delta import window_launch as delta
@@ -16,11 +13,9 @@ from replayssm.ops.mamba2 import gluon_window as mamba2_gluon
 from replayssm.ops.mamba2 import triton_window as mamba2_triton
 from replayssm.ops.mamba2 import window_launch as mamba2
 
-ALL_TARGETS = ("sm80", "sm89", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950")
 # Super, Nano, Falcon-H1; (k-heads, v-heads, K, V, KDA): Qwen3.5-122B, Kimi-Linear.
 MAMBA2_SHAPES = {"64x128": (128, 8, 64, 128), "80x128": (96, 8, 80, 128), "128x256": (32, 2, 128, 256)}
 DELTA_SHAPES = {"qwen": (16, 64, 128, 128, False), "kimi": (32, 32, 128, 128, True)}
-DTYPES = {"fp32": 4, "bf16": 2}
 BATCHES = (1, 8, 64, 256)
 WINDOWS = (4, 6)
 _FLOAT = {"A", "D", "dt_bias", "ring_dt", "A_log", "ring_g", "ring_beta"}
@@ -60,39 +55,17 @@ _ALIGNED = (
 _UNALIGNED = ("stride_rg", "stride_rb")
 
 
-@dataclass(frozen=True)
-class AotCase:
-    """One kernel with its arguments' types; `source()` goes to `triton.compile` with `options`."""
-
-    name: str
-    kernel: Any
-    state: str
-    constexprs: dict[str, Any]
-    options: dict[str, Any]
-    targets: tuple[str, ...]
-    gluon: bool = False
-
-    def source(self) -> Any:
-        """The kernel for 16-byte aligned pointers and the strides of contiguous tensors."""
-        signature, constexprs, attributes = {}, {}, {}
-        for i, name in enumerate(self.kernel.arg_names):
-            if name in self.constexprs:
-                signature[name], constexprs[(i,)] = "constexpr", self.constexprs[name]
-                continue
-            signature[name] = self._type(name)
-            if signature[name][0] == "*" or (name.startswith(_ALIGNED) and not name.startswith(_UNALIGNED)):
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        return (GluonASTSource if self.gluon else ASTSource)(self.kernel, signature, constexprs, attributes)
-
-    def _type(self, name: str) -> str:
-        if name in ("scale", "lower_bound"):
-            return "fp32"
-        name = name.removesuffix("_ptr")
-        if name == "state":
-            return f"*{self.state}"
-        if name in _ACTIVATIONS:
-            return "*bf16"
-        return "*fp32" if name in _FLOAT else "*i32" if name in _INT else "i32"
+def _argument(case: AotCase, name: str) -> tuple[str, bool]:
+    if name in ("scale", "lower_bound"):
+        return "fp32", False
+    bare = name.removesuffix("_ptr")
+    if bare == "state":
+        return f"*{case.state}", True
+    if bare in _ACTIVATIONS:
+        return "*bf16", True
+    if bare in _FLOAT or bare in _INT:
+        return "*fp32" if bare in _FLOAT else "*i32", True
+    return "i32", name.startswith(_ALIGNED) and not name.startswith(_UNALIGNED)
 
 
 def aot_cases() -> Iterator[AotCase]:
@@ -113,7 +86,9 @@ def _mamba2_cases(label: str, dims: tuple[int, int, int, int], state: str, size:
     sizes: dict[str, Any] = dict(zip(("H", "G", "P", "N"), dims, strict=True))
     sizes |= {"HAS_D": True, "HAS_Z": True, "HAS_BIAS": True, "SOFTPLUS": True, "R": 22, "ROWS": 16, "TREE": True}
     tile = {"BV": 1024 // dims[3], "BK": dims[3]}
-    yield AotCase(label, mamba2_triton.mamba2_window_kernel, state, sizes | tile, {"num_warps": 4}, ALL_TARGETS)
+    yield AotCase(
+        label, mamba2_triton.mamba2_window_kernel, state, sizes | tile, {"num_warps": 4}, ALL_TARGETS, _argument
+    )
     for arch in mamba2.GLUON_ARCHS:
         for length in WINDOWS:
             shape = mamba2.WindowShape(*dims, size, length, 16, arch)
@@ -127,7 +102,9 @@ def _delta_cases(label: str, heads: tuple[int, int, int, int, bool], state: str,
     sizes = {"HV": HV, "GROUP": HV // HK, "K": K, "V": V, "KDA": kda, "NORM": True, "ROWS": 16, "TREE": True}
     sizes |= {"RAW": True, "HAS_BIAS": True, "BOUNDED": kda}
     tile = {"BLOCK_V": 16, "BLOCK_K": K}
-    yield AotCase(label, delta_triton.delta_window_kernel, state, sizes | tile, {"num_warps": 4}, ALL_TARGETS)
+    yield AotCase(
+        label, delta_triton.delta_window_kernel, state, sizes | tile, {"num_warps": 4}, ALL_TARGETS, _argument
+    )
     for arch in delta.GLUON_ARCHS:
         for length in WINDOWS:
             shape = delta.WindowShape(HK, HV, K, V, kda, size, length, 16, arch)
@@ -145,8 +122,6 @@ def _gluon_case(
         "STAGES": config.stages,
         "SETTLE": config.settle,
     }
-    options: dict[str, Any] = {"num_warps": config.num_warps}
-    if config.max_registers:
-        options["maxnreg"] = config.max_registers
+    options = launch_options(config.num_warps, config.max_registers)
     name = f"{label}-{sizes['TOKENS']}-{config.num_tiles}x{config.block_v}"
-    return AotCase(name, kernel, state, constexprs, options, (arch,), gluon=True)
+    return AotCase(name, kernel, state, constexprs, options, (arch,), _argument, gluon=True)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-
+from replayssm.ops.aot import ALL_TARGETS, DTYPES, AotCase, launch_options
 from replayssm.ops.delta import (
     configs,
     gluon_materialize,
@@ -20,48 +17,23 @@ from replayssm.ops.delta import (
 )
 from replayssm.ops.delta.configs import LaunchConfig, Shape
 
-ALL_TARGETS = ("sm80", "sm89", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950")
 # (k-heads, v-heads, K, V, KDA): Qwen3.5-122B, Kimi-Linear.
 SHAPES = {"qwen": (16, 64, 128, 128, False), "kimi": (32, 32, 128, 128, True)}
-DTYPES = {"fp32": 4, "bf16": 2}
 BATCHES = (1, 8, 32, 256)
 _FLOAT = {"A_log", "dt_bias", "ring_g", "ring_beta"}
 _INT = {"cursors", "slot_indices", "dst_indices", "num_tokens"}
 _POINTERS = {"q", "k", "v", "g", "beta", "ring_k", "ring_v", "ring_u", "out", "state", "dst"} | _FLOAT | _INT
 
 
-@dataclass(frozen=True)
-class AotCase:
-    """One kernel with its arguments' types; `source()` goes to `triton.compile` with `options`."""
-
-    name: str
-    kernel: Any
-    state: str
-    constexprs: dict[str, Any]
-    options: dict[str, Any]
-    targets: tuple[str, ...]
-    gluon: bool = False
-
-    def source(self) -> Any:
-        """The kernel for 16-byte aligned pointers; of strides, those of whole rows are multiples of 16 too."""
-        signature, constexprs, attributes = {}, {}, {}
-        for i, name in enumerate(self.kernel.arg_names):
-            if name in self.constexprs:
-                signature[name], constexprs[(i,)] = "constexpr", self.constexprs[name]
-                continue
-            signature[name] = self._type(name)
-            if name in _POINTERS or name.startswith(("stride_q", "stride_k", "stride_v", "stride_rk", "stride_state")):
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        return (GluonASTSource if self.gluon else ASTSource)(self.kernel, signature, constexprs, attributes)
-
-    def _type(self, name: str) -> str:
-        if name in ("scale", "lower_bound"):
-            return "fp32"
-        if name not in _POINTERS:
-            return "i32"
-        if name in ("state", "dst"):
-            return f"*{self.state}"
-        return "*i32" if name in _INT else "*fp32" if name in _FLOAT else "*bf16"
+def _argument(case: AotCase, name: str) -> tuple[str, bool]:
+    if name in ("scale", "lower_bound"):
+        return "fp32", False
+    if name not in _POINTERS:
+        # Strides of whole rows are multiples of 16.
+        return "i32", name.startswith(("stride_q", "stride_k", "stride_v", "stride_rk", "stride_state"))
+    if name in ("state", "dst"):
+        return f"*{case.state}", True
+    return "*i32" if name in _INT else "*fp32" if name in _FLOAT else "*bf16", True
 
 
 def aot_cases() -> Iterator[AotCase]:
@@ -87,7 +59,7 @@ def _portable_cases(label: str, sizes: dict[str, Any], state: str) -> Iterator[A
         ("materialize", triton_materialize.delta_materialize_kernel, {"ALL_ROWS": False}),
     )
     for name, kernel, more in kernels:
-        yield AotCase(f"{name}-{label}", kernel, state, {**tile, **more}, {"num_warps": 4}, ALL_TARGETS)
+        yield AotCase(f"{name}-{label}", kernel, state, {**tile, **more}, {"num_warps": 4}, ALL_TARGETS, _argument)
 
 
 def _gluon_cases(label: str, sizes: dict[str, Any], state: str, shape: Shape) -> Iterator[AotCase]:
@@ -106,8 +78,6 @@ def _gluon_cases(label: str, sizes: dict[str, Any], state: str, shape: Shape) ->
 def _gluon_case(
     name: str, kernel: Any, label: str, constexprs: dict[str, Any], state: str, shape: Shape, config: LaunchConfig
 ) -> AotCase:
-    options: dict[str, Any] = {"num_warps": config.num_warps}
-    if config.max_registers:
-        options["maxnreg"] = config.max_registers
+    options = launch_options(config.num_warps, config.max_registers)
     constexprs = {**constexprs, "BLOCK_V": config.block_v}
-    return AotCase(f"{name}-{label}-{config}", kernel, state, constexprs, options, (shape.arch,), gluon=True)
+    return AotCase(f"{name}-{label}-{config}", kernel, state, constexprs, options, (shape.arch,), _argument, gluon=True)

@@ -3,60 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
 
+from replayssm.ops.aot import ALL_TARGETS, DTYPES, AotCase, launch_options
 from replayssm.ops.mamba2 import configs, gluon_tile, gluon_tiles, triton_materialize, triton_step, triton_stepwise
 from replayssm.ops.mamba2.configs import LaunchConfig, Shape
 
-ALL_TARGETS = ("sm80", "sm89", "sm90", "sm100", "sm103", "sm120", "gfx942", "gfx950")
 # Super, Nano, Falcon-H1.
 SHAPES = {"64x128": (128, 8, 64, 128), "80x128": (96, 8, 80, 128), "128x256": (32, 2, 128, 256)}
-DTYPES = {"fp32": 4, "bf16": 2}
 _PLAIN = {"num_items", "num_slots", "num_dst", "buffer_len", "pad_slot_id"}
 _FLOAT = {"A_ptr", "D_ptr", "dt_bias_ptr", "ring_dt_ptr"}
 _INT = {"cursors_ptr", "slot_indices_ptr", "dst_indices_ptr", "num_tokens_ptr"}
 
 
-@dataclass(frozen=True)
-class AotCase:
-    """One kernel with its arguments' types; `source()` goes to `triton.compile` with `options`."""
-
-    name: str
-    kernel: Any
-    state: str
-    constexprs: dict[str, Any]
-    options: dict[str, Any]
-    targets: tuple[str, ...]
-    gluon: bool = False
-
-    def source(self) -> Any:
-        """The kernel for 16-byte aligned pointers and strides."""
-        signature, constexprs, attributes = {}, {}, {}
-        for i, name in enumerate(self.kernel.arg_names):
-            if name in self.constexprs:
-                signature[name], constexprs[(i,)] = "constexpr", self.constexprs[name]
-                continue
-            signature[name] = self._type(name)
-            if name not in _PLAIN and name != "state_desc":
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        return (GluonASTSource if self.gluon else ASTSource)(self.kernel, signature, constexprs, attributes)
-
-    def _type(self, name: str) -> str:
-        if name == "state_desc":
-            block = [1, self.constexprs["num_warps"], self.constexprs["BV"], self.constexprs["N"]]
-            layout = gl.NVMMASharedLayout(0, 8 * DTYPES[self.state], rank=4)
-            return f"tensordesc<{self.state}{block},{layout!r}>"
-        if not name.endswith("_ptr"):
-            return "i32"
-        return "*" + ("i32" if name in _INT else "fp32" if name in _FLOAT else self._float(name))
-
-    def _float(self, name: str) -> str:
-        return self.state if name in ("state_ptr", "dst_ptr") else "bf16"
+def _argument(case: AotCase, name: str) -> tuple[str, bool]:
+    if name == "state_desc":
+        block = [1, case.constexprs["num_warps"], case.constexprs["BV"], case.constexprs["N"]]
+        layout = gl.NVMMASharedLayout(0, 8 * DTYPES[case.state], rank=4)
+        return f"tensordesc<{case.state}{block},{layout!r}>", False
+    if not name.endswith("_ptr"):
+        return "i32", name not in _PLAIN
+    if name in ("state_ptr", "dst_ptr"):
+        return f"*{case.state}", True
+    return "*" + ("i32" if name in _INT else "fp32" if name in _FLOAT else "bf16"), True
 
 
 def aot_cases() -> Iterator[AotCase]:
@@ -81,7 +52,9 @@ def _portable_cases(label: str, dims: tuple[int, int, int, int], state: str) -> 
         ("materialize", triton_materialize.mamba2_materialize_kernel, {"R": 17, "HAS_NUM_TOKENS": True}),
     )
     for name, kernel, more in kernels:
-        yield AotCase(f"{name}-{label}", kernel, state, {**sizes, **block, **more}, {"num_warps": 4}, ALL_TARGETS)
+        yield AotCase(
+            f"{name}-{label}", kernel, state, {**sizes, **block, **more}, {"num_warps": 4}, ALL_TARGETS, _argument
+        )
 
 
 def _gluon_case(label: str, dims: tuple[int, int, int, int], state: str, arch: str, config: LaunchConfig) -> AotCase:
@@ -89,9 +62,7 @@ def _gluon_case(label: str, dims: tuple[int, int, int, int], state: str, arch: s
     constexprs |= {"HAS_D": True, "HAS_Z": False, "HAS_BIAS": True, "SOFTPLUS": True, "R": 17, "ROWS": 16, "PDL": True}
     constexprs |= {"BV": config.block_v, "APPENDERS": config.appenders, "SETTLE": config.settle}
     constexprs["num_warps"] = config.num_warps
-    options: dict[str, Any] = {"num_warps": config.num_warps}
-    if config.max_registers:
-        options["maxnreg"] = config.max_registers
+    options = launch_options(config.num_warps, config.max_registers)
     if config.kernel == "tile":
         kernel: Any = gluon_tile.mamba2_tile_kernel
         constexprs["HEADS"] = config.heads
@@ -99,4 +70,4 @@ def _gluon_case(label: str, dims: tuple[int, int, int, int], state: str, arch: s
         kernel = gluon_tiles.mamba2_tiles_kernel
         constexprs |= {"TURNS": config.turns, "STAGES": config.stages}
     name = f"step-{label}-{configs.describe(config)}"
-    return AotCase(name, kernel, state, constexprs, options, (arch,), gluon=True)
+    return AotCase(name, kernel, state, constexprs, options, (arch,), _argument, gluon=True)
