@@ -65,6 +65,7 @@ class ReplayCache:
         self._engine_owned = layers is not None
         self._may_hold_rows = False  # what the host knows of the rings
         self._captured = False
+        self._stepwise_batch = plan.stepwise_batch
 
     def layer(self, layer_idx: int) -> LayerCache:
         """The tensors of one layer, as the step ops take them."""
@@ -160,7 +161,7 @@ class ReplayCache:
         A graph is replayed without the host, which from its capture on no longer knows what the rings hold: then only
         a plan with route "stepwise" leaves the ring out.
         """
-        if window > 1 or is_tree or batch > self.plan.stepwise_batch:
+        if window > 1 or is_tree or batch > self._stepwise_batch:
             return False
         if self.plan.route == "auto" and (self._captured or self._engine_owned or _is_capturing(self.device)):
             return False
