@@ -9,6 +9,7 @@ from replayssm.ops.aot import ALL_TARGETS, DTYPES, AotCase, launch_options
 from replayssm.ops.delta import gluon_window as delta_gluon
 from replayssm.ops.delta import triton_window as delta_triton
 from replayssm.ops.delta import window_launch as delta
+from replayssm.ops.device import GLUON_ARCHS
 from replayssm.ops.mamba2 import gluon_window as mamba2_gluon
 from replayssm.ops.mamba2 import triton_window as mamba2_triton
 from replayssm.ops.mamba2 import window_launch as mamba2
@@ -89,7 +90,7 @@ def _mamba2_cases(label: str, dims: tuple[int, int, int, int], state: str, size:
     yield AotCase(
         label, mamba2_triton.mamba2_window_kernel, state, sizes | tile, {"num_warps": 4}, ALL_TARGETS, _argument
     )
-    for arch in mamba2.GLUON_ARCHS:
+    for arch in GLUON_ARCHS:
         for length in WINDOWS:
             shape = mamba2.WindowShape(*dims, size, length, 16, arch)
             more = sizes | {"TOKENS": 8, "HAS_Z": False}
@@ -105,7 +106,7 @@ def _delta_cases(label: str, heads: tuple[int, int, int, int, bool], state: str,
     yield AotCase(
         label, delta_triton.delta_window_kernel, state, sizes | tile, {"num_warps": 4}, ALL_TARGETS, _argument
     )
-    for arch in delta.GLUON_ARCHS:
+    for arch in GLUON_ARCHS:
         for length in WINDOWS:
             shape = delta.WindowShape(HK, HV, K, V, kda, size, length, 16, arch)
             more = sizes | {"TOKENS": 4 if length <= 4 else 8}

@@ -16,6 +16,7 @@ from replayssm.ops.delta import (
     triton_stepwise,
 )
 from replayssm.ops.delta.configs import LaunchConfig, Shape
+from replayssm.ops.device import GLUON_ARCHS
 
 # (k-heads, v-heads, K, V, KDA): Qwen3.5-122B, Kimi-Linear.
 SHAPES = {"qwen": (16, 64, 128, 128, False), "kimi": (32, 32, 128, 128, True)}
@@ -37,12 +38,12 @@ def _argument(case: AotCase, name: str) -> tuple[str, bool]:
 
 
 def aot_cases() -> Iterator[AotCase]:
-    """All cases: the portable kernels for every target, the Gluon kernels for those in `configs.GLUON_ARCHS`."""
+    """All cases: the portable kernels for every target, the Gluon kernels for those in `GLUON_ARCHS`."""
     for label, (HK, HV, K, V, kda) in SHAPES.items():
         for state, size in DTYPES.items():
             sizes = {"HV": HV, "GROUP": HV // HK, "K": K, "V": V, "KDA": kda, "NORM": True}
             yield from _portable_cases(f"{label}-{state}", sizes, state)
-            for arch in configs.GLUON_ARCHS:
+            for arch in GLUON_ARCHS:
                 shape = Shape(HK, HV, K, V, kda, size, 17, True, arch)
                 yield from _gluon_cases(f"{label}-{state}", sizes, state, shape)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+from replayssm.ops.device import GLUON_ARCHS
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -83,11 +85,10 @@ STEP = {
     ),
 }
 # Up to how many such tiles stepwise decoding was faster than a cycle whose rows flush together, as small caches do.
-STEPWISE_FASTER = {(False, 4): 64, (False, 2): 2048, (True, 4): 64, (True, 2): 1024}
+STEPWISE_WINS = {(False, 4): 64, (False, 2): 2048, (True, 4): 64, (True, 2): 1024}
 STEPWISE = {4: ((1536, _stepwise(16, 2)), (1 << 40, _stepwise(8, 1))), 2: ((1 << 40, _stepwise(32, 2)),)}
 MATERIALIZE = LaunchConfig("gluon", 32, 4)
 # The Gluon kernels hold tiles of these K; their ring loops take up to 32 rows at once.
-GLUON_ARCHS = ("sm90", "sm100", "sm103", "sm120")
 GLUON_K = (64, 128)
 GLUON_RING_LEN = 33
 
@@ -113,9 +114,9 @@ def materialize_config(shape: Shape) -> LaunchConfig:
     return MATERIALIZE if _gluon_fits(shape) else _portable(shape)
 
 
-def stepwise_is_faster(batch: int, shape: Shape) -> bool:
+def stepwise_wins(batch: int, shape: Shape) -> bool:
     """Whether a batch this small decodes faster without a ring; for a plan, as a cache cannot change its mind."""
-    return _gluon_fits(shape) and _num_tiles(batch, shape) <= STEPWISE_FASTER[shape.kda, shape.state_bytes]
+    return _gluon_fits(shape) and _num_tiles(batch, shape) <= STEPWISE_WINS[shape.kda, shape.state_bytes]
 
 
 def route(batch: int, shape: Shape) -> str:

@@ -14,7 +14,7 @@ from replayssm.config import GDNSpec, KDASpec
 from replayssm.ops.delta import configs
 from replayssm.ops.delta.configs import LaunchConfig, Shape
 from replayssm.ops.delta.window_launch import delta_window
-from replayssm.ops.device import device_arch, is_aligned
+from replayssm.ops.device import check_one_token, device_arch, is_aligned
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -174,7 +174,7 @@ def stepwise_wins(
     state_dtype: torch.dtype, batch: int, spec: GDNSpec, device: torch.device, ring_len: int = 17
 ) -> bool:
     """Whether a contiguous cache decodes a batch of this size faster stepwise."""
-    return configs.stepwise_is_faster(batch, _contiguous_shape(state_dtype, spec, device, ring_len))
+    return configs.stepwise_wins(batch, _contiguous_shape(state_dtype, spec, device, ring_len))
 
 
 def _contiguous_shape(state_dtype: torch.dtype, spec: GDNSpec, device: torch.device, ring_len: int) -> Shape:
@@ -190,10 +190,7 @@ def _function(backend: str, name: str) -> Any:
 
 
 def _check(state: torch.Tensor, query_start_loc: torch.Tensor | None, max_window_len: int) -> None:
-    if max_window_len != 1:
-        raise fail("max_window_len", max_window_len, "1 without query_start_loc")
-    if query_start_loc is not None:
-        raise fail("query_start_loc", tuple(query_start_loc.shape), "None for stepwise decoding on a GPU")
+    check_one_token(query_start_loc, max_window_len)
     if state.dtype not in STATE_DTYPES:
         raise fail("state.dtype", state.dtype, ", ".join(map(str, STATE_DTYPES)) + " on a GPU")
 

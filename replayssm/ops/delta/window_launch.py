@@ -10,25 +10,8 @@ import torch
 import triton
 
 from replayssm.checks import fail
-from replayssm.ops.device import device_arch, is_aligned
-
-
-@dataclass(frozen=True)
-class WindowConfig:
-    """How the window kernel is launched.
-
-    block_v: V-rows of a tile (Gluon: 16 a warp). For Gluon also num_tiles: tiles a program; stages: tiles in flight;
-    settle: move flushing rows to the front of the grid; dependent: start while the previous kernel ends.
-    """
-
-    backend: str
-    block_v: int
-    num_warps: int
-    num_tiles: int = 1
-    stages: int = 1
-    max_registers: int | None = None
-    settle: bool = False
-    dependent: bool = False
+from replayssm.ops.device import GLUON_ARCHS
+from replayssm.ops.window_config import WindowConfig, window_arch, window_rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +29,6 @@ class WindowShape:
     arch: str
 
 
-GLUON_ARCHS = ("sm90", "sm100", "sm103", "sm120")
 # From this many tiles of 64 V-rows in the batch on: tiles a program; measured on one H200.
 TILES = ((16384, 8), (4096, 4), (2048, 2), (0, 1))
 
@@ -74,14 +56,6 @@ def window_config(batch: int, shape: WindowShape) -> WindowConfig:
         batch > 2,
         batch <= 32,
     )
-
-
-def route(batch: int, shape: WindowShape) -> str:
-    """One line that names what a window step runs."""
-    config = window_config(batch, shape)
-    if config.backend == "triton":
-        return f"triton: {config.block_v} rows, {config.num_warps} warps"
-    return f"gluon, tensor cores: {config.num_tiles} x {config.block_v} rows a program, {config.stages} in flight"
 
 
 def _gluon_fits(shape: WindowShape) -> bool:
@@ -142,7 +116,7 @@ def delta_window(
         *(stride for t in (q, k, v, g, beta, out) for stride in t.stride()[:2]),
         *(stride // chunk for stride in state.stride()[:2]),
         *(stride for t in (ring_k, ring_v, ring_u, ring_g, ring_beta) for stride in t.stride()[:2]),
-        ROWS=_rows(buffer_len, max_window_len),
+        ROWS=window_rows(buffer_len, max_window_len),
         GROUP=state.shape[1] // ring_k.shape[1],
         TREE=parents is not None,
         KDA=kda,
@@ -158,16 +132,8 @@ def _shape(
     state: torch.Tensor, num_k_heads: int, activation: torch.dtype, kda: bool, buffer_len: int, max_window_len: int
 ) -> WindowShape:
     heads, v_dim, k_dim = state.shape[1:]
-    # The tensor cores take 16-bit activations, and 16-byte accesses to the checkpoint.
-    fast = activation in (torch.bfloat16, torch.float16) and is_aligned(state)
-    rows = _rows(buffer_len, max_window_len)
-    arch = device_arch(state.device) if fast else ""
+    rows, arch = window_rows(buffer_len, max_window_len), window_arch(state, activation)
     return WindowShape(num_k_heads, heads, k_dim, v_dim, kda, state.element_size(), max_window_len, rows, arch)
-
-
-def _rows(buffer_len: int, max_window_len: int) -> int:
-    """Rows that the committed ones and the window fill together, as the kernels lay them out."""
-    return max(16, triton.next_power_of_2(max(buffer_len, max_window_len)))
 
 
 def _portable(
@@ -189,8 +155,5 @@ def _gluon(
 
     heads, v_dim, k_dim = state.shape[1:]
     options: dict[str, Any] = {"HV": heads, "K": k_dim, "V": v_dim, "BLOCK_V": config.block_v}
-    options["TILES"] = config.num_tiles
-    tokens = max(4, triton.next_power_of_2(max_window_len))
-    options |= {"STAGES": config.stages, "SETTLE": config.settle, "TOKENS": tokens}
-    options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers, "launch_pdl": config.dependent}
+    options |= config.gluon_options(max(4, triton.next_power_of_2(max_window_len)))
     return delta_window_kernel, (batch * heads * v_dim // (config.block_v * config.num_tiles),), options

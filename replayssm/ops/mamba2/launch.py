@@ -7,9 +7,8 @@ from typing import Any
 import torch
 import triton
 
-from replayssm.checks import fail
 from replayssm.config import Mamba2Spec
-from replayssm.ops.device import device_arch, is_aligned
+from replayssm.ops.device import check_one_token, device_arch, is_aligned
 from replayssm.ops.mamba2 import configs
 from replayssm.ops.mamba2.configs import LaunchConfig, Shape
 from replayssm.ops.mamba2.triton_materialize import mamba2_materialize_kernel
@@ -55,7 +54,7 @@ def mamba2_step(
             parents=parents,
         )
         return
-    _one_token_only(None, max_window_len)
+    check_one_token(None, max_window_len)
     batch = slot_indices.shape[0]
     if batch == 0:
         return
@@ -93,7 +92,7 @@ def mamba2_stepwise(
     config: LaunchConfig | None = None,
 ) -> None:
     """See `replayssm.ops.mamba2.reference.mamba2_stepwise`; `config` overrides the tables in `configs`."""
-    _one_token_only(query_start_loc, max_window_len)
+    check_one_token(query_start_loc, max_window_len)
     batch = slot_indices.shape[0]
     if batch == 0:
         return
@@ -160,13 +159,6 @@ def stepwise_wins(
 def _contiguous_shape(state_dtype: torch.dtype, spec: Mamba2Spec, device: torch.device) -> Shape:
     dims = (spec.num_heads, spec.n_groups, spec.head_dim, spec.d_state)
     return Shape(*dims, state_dtype.itemsize, True, device_arch(device))
-
-
-def _one_token_only(query_start_loc: torch.Tensor | None, max_window_len: int) -> None:
-    if max_window_len != 1:
-        raise fail("max_window_len", max_window_len, "1 without query_start_loc")
-    if query_start_loc is not None:
-        raise fail("query_start_loc", tuple(query_start_loc.shape), "None for stepwise decoding on a GPU")
 
 
 def _tiles_of(state: torch.Tensor, block_v: int) -> int:

@@ -10,25 +10,8 @@ import torch
 import triton
 
 from replayssm.checks import fail
-from replayssm.ops.device import device_arch, is_aligned
-
-
-@dataclass(frozen=True)
-class WindowConfig:
-    """How the window kernel is launched.
-
-    block_v: V-rows of a tile (Gluon: 16 a warp). For Gluon also num_tiles: tiles a program; stages: tiles in flight;
-    settle: move flushing rows to the front of the grid; dependent: start while the previous kernel ends.
-    """
-
-    backend: str
-    block_v: int
-    num_warps: int
-    num_tiles: int = 1
-    stages: int = 1
-    max_registers: int | None = None
-    settle: bool = False
-    dependent: bool = False
+from replayssm.ops.device import GLUON_ARCHS
+from replayssm.ops.window_config import WindowConfig, window_arch, window_rows
 
 
 @dataclass(frozen=True)
@@ -45,7 +28,6 @@ class WindowShape:
     arch: str
 
 
-GLUON_ARCHS = ("sm90", "sm100", "sm103", "sm120")
 # (rows of a tile, from this many tiles in the batch on: tiles a program), measured on one H200.
 TILES = {
     64: ((4096, 4), (1024, 2), (0, 1)),
@@ -71,14 +53,6 @@ def window_config(batch: int, shape: WindowShape) -> WindowConfig:
     return WindowConfig(
         "gluon", block_v, block_v // 16, num_tiles, min(stages, num_tiles), registers, batch > 2, batch <= 32
     )
-
-
-def route(batch: int, shape: WindowShape) -> str:
-    """One line that names what a window step runs."""
-    config = window_config(batch, shape)
-    if config.backend == "triton":
-        return f"triton: {config.block_v} rows, {config.num_warps} warps"
-    return f"gluon, tensor cores: {config.num_tiles} x {config.block_v} rows a program, {config.stages} in flight"
 
 
 def _gluon_fits(shape: WindowShape) -> bool:
@@ -137,7 +111,7 @@ def mamba2_window(
         *out.stride()[:2],
         *(stride // chunk for stride in state.stride()[:2]),
         *(stride for t in (ring_x, ring_B, ring_dt) for stride in t.stride()[:2]),
-        ROWS=_rows(buffer_len, max_window_len),
+        ROWS=window_rows(buffer_len, max_window_len),
         G=ring_B.shape[1],
         R=ring_B.shape[2],
         TREE=parents is not None,
@@ -153,16 +127,8 @@ def _shape(
     state: torch.Tensor, num_groups: int, activation: torch.dtype, buffer_len: int, max_window_len: int
 ) -> WindowShape:
     heads, head_dim, d_state = state.shape[1:]
-    # The tensor cores take 16-bit activations, and 16-byte accesses to the checkpoint.
-    fast = activation in (torch.bfloat16, torch.float16) and is_aligned(state)
-    rows = _rows(buffer_len, max_window_len)
-    arch = device_arch(state.device) if fast else ""
+    rows, arch = window_rows(buffer_len, max_window_len), window_arch(state, activation)
     return WindowShape(heads, num_groups, head_dim, d_state, state.element_size(), max_window_len, rows, arch)
-
-
-def _rows(buffer_len: int, max_window_len: int) -> int:
-    """Rows that the committed ones and the window fill together, as the kernels lay them out."""
-    return max(16, triton.next_power_of_2(max(buffer_len, max_window_len)))
 
 
 def _portable(
@@ -183,7 +149,6 @@ def _gluon(
     from replayssm.ops.mamba2.gluon_window import mamba2_window_kernel
 
     heads, head_dim, d_state = state.shape[1:]
-    options: dict[str, Any] = {"H": heads, "P": head_dim, "N": d_state, "BV": config.block_v, "TILES": config.num_tiles}
-    options |= {"STAGES": config.stages, "SETTLE": config.settle, "TOKENS": 8 if max_window_len <= 8 else 16}
-    options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers, "launch_pdl": config.dependent}
+    options: dict[str, Any] = {"H": heads, "P": head_dim, "N": d_state, "BV": config.block_v}
+    options |= config.gluon_options(8 if max_window_len <= 8 else 16)
     return mamba2_window_kernel, (batch * heads * head_dim // (config.block_v * config.num_tiles),), options
