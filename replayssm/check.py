@@ -3,47 +3,31 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from replayssm.cache import ReplayCache
-from replayssm.config import GDNSpec, KDASpec, LayerSpec, Mamba2Spec
-from replayssm.cursors import Step
+from replayssm.check_cases import DTYPES, CheckCase
+from replayssm.config import Mamba2Spec
+from replayssm.cursors import NUM_FLUSHES, Step, flush_mask
 from replayssm.ops.registry import FamilyOps, family_ops
-from replayssm.plan import Plan
+from replayssm.quant import as_indexable, dequantize, quantize
+from replayssm.rounding import random_words
 from replayssm.workload import op_options, positional, random_inputs, random_parameters
 
-SHAPES: tuple[LayerSpec, ...] = (
-    Mamba2Spec(num_heads=8, head_dim=64, d_state=128, n_groups=2),
-    Mamba2Spec(num_heads=4, head_dim=80, d_state=128, n_groups=1),
-    Mamba2Spec(num_heads=2, head_dim=128, d_state=256, n_groups=2),
-    GDNSpec(num_k_heads=2, num_v_heads=4, head_k_dim=128, head_v_dim=128),
-    GDNSpec(num_k_heads=1, num_v_heads=4, head_k_dim=128, head_v_dim=128),
-    KDASpec(num_k_heads=2, num_v_heads=2, head_k_dim=128, head_v_dim=128),
-    KDASpec(num_k_heads=2, num_v_heads=2, head_k_dim=128, head_v_dim=128, lower_bound=-5.0),
-)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MODES = {"decode": 0, "verify": 3}  # drafts a step
 FLUSHES = 4
 
 
 @dataclass(frozen=True)
-class CheckCase:
-    """One layer, decoded in one mode with `rows` requests."""
-
-    spec: LayerSpec
-    activation: str
-    checkpoint: str
-    mode: str
-    rows: int = 3
-
-
-@dataclass(frozen=True)
 class CheckResult:
-    """Relative errors against float64 (largest of the outputs; final states), and the verdict."""
+    """Relative errors against float64 (largest of the outputs; final states), and the verdict.
+
+    Outputs are compared with what follows exactly from the bytes that they are read from, so the error of kernels alone
+    shows, not that of the formats; beside them those of stepwise decoding in fp32 from the same bytes. copies_exact:
+    every read copy is that of its checkpoint, to the bit.
+    """
 
     case: CheckCase
     output_error: float
@@ -51,30 +35,8 @@ class CheckResult:
     state_error: float
     stepwise_state_error: float
     bit_equal: bool
+    copies_exact: bool
     passed: bool
-
-
-def check_cases(
-    shapes: Sequence[LayerSpec] = SHAPES, modes: Sequence[str] = tuple(MODES), batches: Sequence[int] = (3,)
-) -> list[CheckCase]:
-    """Every shape in every mode: each activation with an fp32 checkpoint, and 16-bit checkpoints under bf16."""
-    pairs = [(activation, "fp32") for activation in DTYPES] + [("bf16", "bf16"), ("bf16", "fp16")]
-    return [
-        CheckCase(replace(spec, layer_idx=0), activation, checkpoint, mode, rows)
-        for spec in shapes
-        for mode in modes
-        for activation, checkpoint in pairs
-        for rows in batches
-    ]
-
-
-def shrink(spec: LayerSpec, groups: int = 2) -> LayerSpec:
-    """The layer with at most `groups` groups (Mamba-2) or k-heads, as many heads in each as before."""
-    if isinstance(spec, Mamba2Spec):
-        kept = min(groups, spec.n_groups)
-        return replace(spec, num_heads=spec.num_heads // spec.n_groups * kept, n_groups=kept)
-    kept = min(groups, spec.num_k_heads)
-    return replace(spec, num_v_heads=spec.num_v_heads // spec.num_k_heads * kept, num_k_heads=kept)
 
 
 def run_check(case: CheckCase, device: torch.device, *, backend: str = "auto", seed: int = 0) -> CheckResult:
@@ -86,18 +48,14 @@ def run_check(case: CheckCase, device: torch.device, *, backend: str = "auto", s
 
 
 class _Run:
-    """The same tokens through the ring, by the stepwise op in the checkpoint's dtype, and in float64 on the CPU."""
+    """The same tokens through the ring, and by stepwise decoding in the checkpoint's format and in float64.
+
+    `reads` is, in float64, what outputs follow from: the read copy (or checkpoint) of the last flush and the tokens
+    that were committed since.
+    """
 
     def __init__(self, case: CheckCase, device: torch.device, backend: str, seed: int) -> None:
-        self.plan = Plan(
-            (case.spec,),
-            num_draft_tokens=MODES[case.mode],
-            checkpoint=case.checkpoint,
-            activation=DTYPES[case.activation],
-            device=device,
-            backend=backend,
-            route="replay",  # small batches too are to go through the ring here
-        )
+        self.plan = case.plan(device, backend)
         self.case, self.device, self.pick = case, device, random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.cache = ReplayCache(self.plan, 2 * case.rows)
@@ -105,16 +63,22 @@ class _Run:
         self.owned = self.pick.sample(range(2 * case.rows), case.rows)
         layer = self.cache.layer(0)
         for tensor in layer.tensors():
-            tensor.fill_(float("nan"))
-        state = (
-            torch.randn(case.rows, *case.spec.state_shape, generator=self.generator) / case.spec.state_shape[2] ** 0.5
-        )
-        self.cache.load(self.owned, {0: state.to(device)})
-        self.stepwise = layer.state.clone()
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 85)
+        state = torch.randn(case.rows, *case.spec.state_shape, generator=self.generator)
+        self.cache.load(self.owned, {0: (state / case.spec.state_shape[2] ** 0.5).to(device)})
+        # Stepwise decoding knows neither: its state stays in fp32 and is rounded where the ring was replayed.
+        self.rounds_as_flushes_do = case.checkpoint == "fp8" or case.rounding == "stochastic"
+        self.stepwise = layer.plain_state() if self.rounds_as_flushes_do else layer.state.clone()
         # In float64 the vectorised ops serve as well as the reference, which takes a row at a time.
         self.exact_ops = family_ops(case.spec.family, "torch", device)
-        self.exact = layer.state.double()
+        self.exact = layer.plain_state().double()
+        self.reads = self._read_from()
         self.output_error = self.stepwise_output_error = 0.0
+
+    def _read_from(self) -> torch.Tensor:
+        """What the next step reads, for every slot."""
+        layer = self.cache.layer(0)
+        return (layer.plain_state() if layer.read_copy is None else dequantize(layer.read_copy)).double()
 
     def step(self) -> None:
         """One step of all rows in a new order, with one row of padding and random acceptance."""
@@ -125,16 +89,32 @@ class _Run:
         step = self.cache.begin_step(slots, lens if longest > 1 else 1)
         inputs = random_inputs(self.case.spec, sum(lens), DTYPES[self.case.activation], self.generator)
         out = self._replay(step, inputs)
+        self._note_flushes(step)
         accepted = [self.pick.randint(0, n) for n in lens] if longest > 1 else lens
-        plain = self._stepwise(self.cache.layer(0).ops, self.stepwise.clone(), slots, lens, inputs)
-        exact = self._stepwise(self.exact_ops, self.exact.clone(), slots, lens, inputs)
+        ops = self.cache.layer(0).ops
+        plain = self._stepwise(ops, self.reads.float(), slots, lens, inputs)
+        exact = self._stepwise(self.exact_ops, self.reads.clone(), slots, lens, inputs)
         self.output_error = max(self.output_error, _error(out, exact))
         self.stepwise_output_error = max(self.stepwise_output_error, _error(plain, exact))
         kept = [i for r, n in enumerate(accepted) for i in range(sum(lens[:r]), sum(lens[:r]) + n)]
         taken = {name: value[kept] for name, value in inputs.items()}
-        self._stepwise(self.cache.layer(0).ops, self.stepwise, slots, accepted, taken)
-        self._stepwise(self.exact_ops, self.exact, slots, accepted, taken)
+        self._stepwise(ops, self.stepwise, slots, accepted, taken)
+        for state in (self.exact, self.reads):
+            self._stepwise(self.exact_ops, state, slots, accepted, taken)
         self.cache.commit(step, accepted if longest > 1 else None)
+
+    def _note_flushes(self, step: Step) -> None:
+        """Rows that flushed read from new bytes; a state that is rounded as flushes do is rounded now."""
+        rows = step.slot_indices[step.slot_indices >= 0].long()
+        lens = step.window_lens[step.slot_indices >= 0]
+        flushed = rows[flush_mask(self.cache.cursors[rows], lens, step.buffer_len)]
+        self.reads[flushed] = self._read_from()[flushed]
+        if self.rounds_as_flushes_do:
+            words = None
+            if self.cache.seeds is not None:
+                counts = self.cache.cursors[flushed, NUM_FLUSHES]
+                words = random_words(self.cache.seeds[flushed], counts, self.case.spec.state_shape)
+            self.stepwise[flushed] = dequantize(quantize(self.stepwise[flushed], self.case.checkpoint, words=words))
 
     def _replay(self, step: Step, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         layer, spec = self.cache.layer(0), self.case.spec
@@ -147,6 +127,7 @@ class _Run:
             buffer_len=step.buffer_len,
             pad_slot_id=-1,
             max_window_len=step.max_window_len,
+            **layer.op_formats(),
             **op_options(spec),
         )
         return out
@@ -181,20 +162,31 @@ class _Run:
         stepwise, exact = self.stepwise[self.owned].float(), self.exact[self.owned]
         state_error, stepwise_error = _error(got, exact), _error(stepwise, exact)
         bit_equal = torch.equal(got, stepwise)
-        activation, checkpoint, fp32 = (
-            torch.finfo(DTYPES[n]).eps for n in (self.case.activation, self.case.checkpoint, "fp32")
-        )
+        activation, fp32 = (torch.finfo(DTYPES[n]).eps for n in (self.case.activation, "fp32"))
         # What either way of decoding may do at all: sums and exponentials in fp32, and the formats' own roundings.
-        state_limit = 64 * fp32 + (8 * checkpoint if self.case.checkpoint != "fp32" else 0)
-        output_limit = state_limit + 4 * activation
+        state_limit, output_limit = 64 * fp32 + 8 * self._checkpoint_eps(), 64 * fp32 + 4 * activation
         # Outputs may round a few times more than stepwise decoding's; u passes the ring in the activation's dtype.
         outputs_pass = self.output_error <= min(output_limit, 4 * self.stepwise_output_error + 4 * activation)
         # Mamba-2's updates need no sum over the state, so nothing may differ; a 16-bit checkpoint rounds less often.
-        must_be_equal = self.case.checkpoint == "fp32" and isinstance(self.case.spec, Mamba2Spec)
+        must_be_equal = self.stepwise.dtype == torch.float32 and isinstance(self.case.spec, Mamba2Spec)
         states_pass = bit_equal if must_be_equal else state_error <= 2 * stepwise_error + 1e-12
         sane = self.stepwise_output_error <= output_limit and stepwise_error <= state_limit
         errors = (self.output_error, self.stepwise_output_error, state_error, stepwise_error)
-        return CheckResult(self.case, *errors, bit_equal, sane and outputs_pass and states_pass)
+        exact_copies = self._copies_are_exact()
+        passed = sane and outputs_pass and states_pass and exact_copies
+        return CheckResult(self.case, *errors, bit_equal, exact_copies, passed)
+
+    def _checkpoint_eps(self) -> float:
+        dtypes = {"fp32": 0.0, "fp8": torch.finfo(torch.float8_e4m3fn).eps}
+        return dtypes[name] if (name := self.case.checkpoint) in dtypes else torch.finfo(DTYPES[name]).eps
+
+    def _copies_are_exact(self) -> bool:
+        layer, slots = self.cache.layer(0), torch.tensor(self.owned, device=self.device)
+        if layer.read_copy is None:
+            return True
+        got = layer.read_copy.gather(slots).tensors()
+        expected = quantize(layer.stored.checkpoint(slots), layer.read_copy.format).tensors()
+        return all(torch.equal(as_indexable(got[name]), as_indexable(t)) for name, t in expected.items())
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -58,17 +58,37 @@ def real_slots(slot_indices: torch.Tensor, num_slots: int, pad_slot_id: int) -> 
 
 
 def commit(cursors: torch.Tensor, step: Step, num_accepted_tokens: torch.Tensor | None, ring_len: int) -> None:
+    """`commit_rows` of a step."""
+    rows = (step.slot_indices, step.query_start_loc, num_accepted_tokens)
+    commit_rows(cursors, *rows, buffer_len=step.buffer_len, ring_len=ring_len, pad_slot_id=step.pad_slot_id)
+
+
+def commit_rows(
+    cursors: torch.Tensor,
+    slot_indices: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
+    accepted_paths: torch.Tensor | None = None,
+    *,
+    buffer_len: int,
+    ring_len: int,
+    pad_slot_id: int,
+) -> None:
     """Accept the first `num_accepted_tokens` [batch] of every window (None: all), on the device, without a sync.
 
-    After a flush `ring_start += P; P = accepted`, else `P += accepted`. Counts are held to 0 ... window_len; pads and
-    slots outside the cache change nothing.
+    Or as many tokens as accepted_paths [batch, depth] have, whose rows were moved together before. After a flush
+    `ring_start += P; P = accepted`, else `P += accepted`. Counts are held to 0 ... window_len; pads and slots outside
+    the cache change nothing.
     """
-    real = real_slots(step.slot_indices, len(cursors), step.pad_slot_id)
-    slots = torch.where(real, step.slot_indices, 0).long()
-    now, window_lens = cursors[slots], step.window_lens
+    real = real_slots(slot_indices, len(cursors), pad_slot_id)
+    slots = torch.where(real, slot_indices, 0).long()
+    now = cursors[slots]
+    window_lens = torch.ones_like(slot_indices) if query_start_loc is None else query_start_loc.diff()
+    if accepted_paths is not None:
+        num_accepted_tokens = path_lens(accepted_paths)
     accepted = window_lens if num_accepted_tokens is None else num_accepted_tokens.to(torch.int32)
     accepted = torch.minimum(accepted.clamp(min=0), window_lens)
-    flushed = flush_mask(now, window_lens, step.buffer_len)
+    flushed = flush_mask(now, window_lens, buffer_len)
     committed = now[:, NUM_COMMITTED]
     then = torch.stack(
         [
@@ -81,6 +101,11 @@ def commit(cursors: torch.Tensor, step: Step, num_accepted_tokens: torch.Tensor 
     ).to(torch.int32)
     # Adding differences lets pad rows point at slot 0 and add nothing, with no shape that depends on data.
     cursors.index_add_(0, slots, torch.where(real[:, None], then - now, 0))
+
+
+def path_lens(paths: torch.Tensor) -> torch.Tensor:
+    """[batch]: tokens of each path [batch, depth], up to its first -1."""
+    return (paths >= 0).to(torch.int32).cumprod(1).sum(1)
 
 
 def mark_flushed(cursors: torch.Tensor, slots: torch.Tensor, ring_len: int) -> None:

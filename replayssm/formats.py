@@ -25,9 +25,13 @@ class Format:
         blocks = V if self.block == 0 else V * K // self.block
         return V * K * self.bits // 8 + self.scale_bytes * blocks + self.head_bytes
 
+    def fits(self, K: int) -> bool:
+        """Whether K can be cut into this format's blocks."""
+        return self.block == 0 or K % self.block == 0
+
     def check_dims(self, role: str, K: int) -> None:
         """Raise if K cannot be cut into this format's blocks."""
-        if self.block and K % self.block:
+        if not self.fits(K):
             raise ReplayError(f"{role} is {self.name!r} with K = {K}; allowed: K divisible by {self.block}")
 
 

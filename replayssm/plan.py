@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from replayssm import traffic
+from replayssm import routes, traffic
 from replayssm.checks import ReplayError, check_choice, check_int
-from replayssm.config import GDNSpec, LayerSpec, Mamba2Spec
+from replayssm.config import LayerSpec
 from replayssm.formats import CHECKPOINT_FORMATS, READ_FORMATS
-from replayssm.ops.registry import launch_module
+from replayssm.plan_checks import check_device, check_layers, check_read, choose_backend
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
-BACKENDS = ("auto", "torch", "triton", "reference")
 SPREAD_FROM = 64
 ROUTES = ("auto", "replay", "stepwise")
+ROUNDINGS = ("nearest", "stochastic")
 MAX_BUFFER_LEN = 256
 MAX_DRAFT_TOKENS = 63
 
@@ -29,7 +28,9 @@ class Plan:
     """How one model's SSM layers are decoded.
 
     layers: one LayerSpec a layer (after tensor-parallel sharding). buffer_len: committed rows a slot may hold.
-    num_draft_tokens: most drafts a step verifies (window_len is at most one more). checkpoint, read: formats by name.
+    num_draft_tokens: most drafts a step verifies (window_len is at most one more). checkpoint, read: formats by name;
+    read may be a mapping from every layer_idx to one. rounding: "nearest", or "stochastic" for checkpoints of 16 and 8
+    bits; seed: what the slots' random words start from, where a request brings no seed of its own.
     activation: dtype of the layers' inputs and outputs. backend: "auto" takes torch on a CPU and triton on a GPU.
     spread_flushes: shorten first windows so that requests which start together flush at different steps; None: in
     caches of at least 64 slots, since in small batches a flush has too few other rows' reads to hide under.
@@ -41,15 +42,17 @@ class Plan:
     buffer_len: int = 16
     num_draft_tokens: int = 0
     checkpoint: str = "fp32"
-    read: str = "none"
+    read: str | Mapping[int, str] | tuple[tuple[int, str], ...] = "none"
     activation: torch.dtype = torch.bfloat16
     device: torch.device | str = "cpu"
     backend: str = "auto"
     spread_flushes: bool | None = None
     route: str = "auto"
+    rounding: str = "nearest"
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", _check_layers(self.layers))
+        object.__setattr__(self, "layers", check_layers(self.layers))
         check_int("buffer_len", self.buffer_len, 1, MAX_BUFFER_LEN)
         check_int("num_draft_tokens", self.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
         if self.max_window_len > self.buffer_len:
@@ -58,7 +61,7 @@ class Plan:
                 f"({self.buffer_len - 1}), since a window must fit in an empty ring"
             )
         check_choice("checkpoint", self.checkpoint, CHECKPOINT_FORMATS)
-        check_choice("read", self.read, READ_FORMATS)
+        object.__setattr__(self, "read", check_read(self.read, self.layers))
         check_choice("activation", self.activation, ACTIVATIONS)
         check_choice("route", self.route, ROUTES)
         if self.route == "stepwise" and self.num_draft_tokens:
@@ -66,10 +69,21 @@ class Plan:
                 f"route is 'stepwise' with num_draft_tokens {self.num_draft_tokens}; allowed with drafts: auto, replay"
             )
         check_choice("spread_flushes", self.spread_flushes, (None, True, False))
-        for spec in self.layers:
-            READ_FORMATS[self.read].check_dims("read", spec.state_shape[2])
-        object.__setattr__(self, "device", _check_device(self.device))
-        object.__setattr__(self, "backend", _choose_backend(self.backend, torch.device(self.device)))
+        self._check_rounding()
+        if self.route == "stepwise" and self.read != "none":
+            raise ReplayError(f"route is 'stepwise' with read {self.read_name!r}; allowed with it: read 'none'")
+        object.__setattr__(self, "device", check_device(self.device))
+        object.__setattr__(self, "backend", choose_backend(self.backend, torch.device(self.device)))
+
+    def _check_rounding(self) -> None:
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.rounding == "nearest":
+            return
+        if self.checkpoint == "fp32":
+            raise ReplayError("rounding is 'stochastic' with checkpoint 'fp32'; allowed: checkpoint fp16, bf16, fp8")
+        if self.route == "stepwise":
+            raise ReplayError("rounding is 'stochastic' with route 'stepwise'; allowed: route auto, replay")
 
     @classmethod
     def from_config(cls, config: Any, *, tp: int = 1, **options: Any) -> Plan:
@@ -96,14 +110,30 @@ class Plan:
             raise ReplayError(f"checkpoint is {self.checkpoint!r}; allowed for this: formats that are a torch dtype")
         return dtype
 
+    def read_format(self, layer_idx: int) -> str:
+        """The read format of a layer."""
+        return self.read if isinstance(self.read, str) else dict(self.read)[layer_idx]
+
+    @property
+    def read_name(self) -> str:
+        """The read format, or how many layers have each."""
+        if isinstance(self.read, str):
+            return self.read
+        counts = Counter(self.read_format(spec.layer_idx) for spec in self.layers)
+        return ", ".join(f"{name} in {n}" for name, n in sorted(counts.items())) + " layers"
+
     @property
     def family_counts(self) -> dict[str, int]:
         """Number of layers of each family."""
         return dict(Counter(spec.family for spec in self.layers))
 
     def _traffic(self) -> list[traffic.LayerTraffic]:
-        formats = CHECKPOINT_FORMATS[self.checkpoint], READ_FORMATS[self.read]
-        return [traffic.layer_traffic(spec, *formats, self.activation) for spec in self.layers]
+        return [self.layer_traffic(spec) for spec in self.layers]
+
+    def layer_traffic(self, spec: LayerSpec) -> traffic.LayerTraffic:
+        """Bytes of one of the plan's layers."""
+        formats = CHECKPOINT_FORMATS[self.checkpoint], READ_FORMATS[self.read_format(spec.layer_idx)]
+        return traffic.layer_traffic(spec, *formats, self.activation)
 
     @property
     def state_bytes_per_request(self) -> int:
@@ -122,8 +152,9 @@ class Plan:
 
     @property
     def memory_per_request(self) -> int:
-        """Bytes of one request: checkpoints, rings, read copies and cursors."""
-        return self.state_bytes_per_request + self.ring_bytes_per_request + self.read_copy_bytes_per_request + 16
+        """Bytes of one request: checkpoints, rings, read copies, cursors and, for stochastic rounding, a seed."""
+        own = 24 if self.rounding == "stochastic" else 16
+        return self.state_bytes_per_request + self.ring_bytes_per_request + self.read_copy_bytes_per_request + own
 
     @property
     def snapshot_bytes_per_request(self) -> int:
@@ -152,76 +183,17 @@ class Plan:
     @property
     def stepwise_batch(self) -> int:
         """Largest batch that decodes stepwise; drafts need the ring, and a 16-bit state is rounded less often by it."""
-        if self.route != "auto":
-            return 2**31 if self.route == "stepwise" else 0
-        on_gpu = self.backend == "triton" and torch.device(self.device).type == "cuda" and torch.cuda.is_available()
-        if not on_gpu or self.num_draft_tokens or self.checkpoint != "fp32":
-            return 0
-        return _largest_stepwise_batch(self)
+        return routes.stepwise_batch(self)
 
     def kernels(self, batch: int) -> dict[str, str]:
-        """What a step of `batch` rows runs, by layer family and state shape; one line each."""
+        """What a step of `batch` rows runs, by layer family, state shape and read format; one line each."""
         check_int("batch", batch, 1)
-        chosen = {}
-        for spec in self.layers:
-            name = f"{spec.family} {'x'.join(map(str, spec.state_shape))}"
-            if batch <= self.stepwise_batch:
-                chosen[name] = "stepwise"
-            elif self.backend != "triton":
-                chosen[name] = self.backend
-            else:
-                launch = launch_module(spec.family)
-                device = torch.device(self.device)
-                chosen[name] = launch.route(self.checkpoint_dtype, batch, spec, device, self.ring_len)
-        return chosen
+        return routes.kernels(self, batch)
 
     def check_runnable(self) -> None:
-        """Raise if this plan can be counted but not run yet."""
-        if CHECKPOINT_FORMATS[self.checkpoint].dtype is None:
-            raise ReplayError(f"checkpoint is {self.checkpoint!r}; allowed for running so far: fp32, fp16, bf16")
-        if self.read != "none":
-            raise ReplayError(f"read is {self.read!r}; allowed for running so far: none")
+        """Raise if this plan can be counted but not run: a GPU does not have kernels for every pair of formats."""
+        routes.check_runnable(self)
 
     def with_options(self, **options: Any) -> Plan:
         """The same plan with other options, validated again."""
         return replace(self, **options)
-
-
-@functools.cache
-def _largest_stepwise_batch(plan: Plan) -> int:
-    """Up to which batch every layer decodes faster stepwise."""
-    device, largest = torch.device(plan.device), 0
-    while largest < 1024 and all(
-        launch_module(spec.family).stepwise_wins(plan.checkpoint_dtype, largest + 1, spec, device, plan.ring_len)
-        for spec in plan.layers
-    ):
-        largest += 1
-    return largest
-
-
-def _check_layers(layers: object) -> tuple[LayerSpec, ...]:
-    if not isinstance(layers, (tuple, list)) or not layers:
-        raise ReplayError(f"layers is {layers!r}; allowed: a tuple of at least one LayerSpec")
-    for spec in layers:
-        if not isinstance(spec, (Mamba2Spec, GDNSpec)):
-            raise ReplayError(f"layers holds {spec!r}; allowed: Mamba2Spec, GDNSpec, KDASpec")
-    repeated = [i for i, n in Counter(spec.layer_idx for spec in layers).items() if n > 1]
-    if repeated:
-        raise ReplayError(f"layers has layer_idx {repeated[0]} more than once; allowed: one spec a layer")
-    return tuple(layers)
-
-
-def _check_device(device: torch.device | str) -> torch.device:
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ReplayError(f"device is {device!r}; allowed: a torch device such as cpu or cuda:0") from error
-
-
-def _choose_backend(backend: str, device: torch.device) -> str:
-    check_choice("backend", backend, BACKENDS)
-    if backend == "auto":
-        return "triton" if device.type == "cuda" else "torch"
-    if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ReplayError(f"backend is 'triton' on {device}; allowed: a cuda device, or TRITON_INTERPRET=1")
-    return backend

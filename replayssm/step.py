@@ -118,11 +118,12 @@ def _run(
     rows = (step.slot_indices, step.query_start_loc, out)
     common = {"pad_slot_id": step.pad_slot_id, "max_window_len": step.max_window_len, **options}
     if step.stepwise:
-        layer.ops.stepwise(*inputs, layer.state, *rows, **common)
+        formats = {} if layer.state_scales is None else {"state_scales": layer.state_scales}
+        layer.ops.stepwise(*inputs, layer.state, *rows, **common, **formats)
         return
     rings = (layer.ring[name] for name in layer.spec.ring_fields)
-    buffer_len, parents = step.buffer_len, step.parents
-    layer.ops.step(*inputs, layer.state, *rings, layer.cursors, *rows, buffer_len=buffer_len, parents=parents, **common)
+    common |= {"buffer_len": step.buffer_len, "parents": step.parents, **layer.op_formats()}
+    layer.ops.step(*inputs, layer.state, *rings, layer.cursors, *rows, **common)
 
 
 def _num_tokens(step: Step, x: torch.Tensor) -> int:

@@ -48,11 +48,6 @@ def check_paths(paths: Paths, step: Step, device: torch.device) -> torch.Tensor:
     return paths.to(device=device, dtype=torch.int32)
 
 
-def path_lens(paths: torch.Tensor) -> torch.Tensor:
-    """[batch]: tokens of each path [batch, depth]."""
-    return (paths >= 0).to(torch.int32).cumprod(1).sum(1)
-
-
 def _padded(paths: object) -> torch.Tensor:
     if not isinstance(paths, Sequence) or not all(isinstance(p, Sequence) and not isinstance(p, str) for p in paths):
         raise fail("accepted_paths", paths, "a sequence of integers for every row")

@@ -101,6 +101,19 @@ def test_materialize_stops_at_a_token() -> None:
     assert torch.equal(state[0], layer["state"][0])
 
 
+def test_a_destination_may_have_the_index_of_the_pad_slot() -> None:
+    dims, generator = Dims(), torch.Generator().manual_seed(6)
+    layer = new_layer(dims, 3, generator, "cpu")
+    own(layer, dims, [1, 2], generator)
+    slots, rows = torch.tensor([0, 2, 1], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32)
+    dst = torch.full_like(layer["state"], float("nan"))
+    rings = (layer[name] for name in RINGS if name != "ring_u")
+    launch.delta_materialize(
+        *(layer["state"], *rings, layer["cursors"], slots, None, dst, rows), pad_slot_id=0, use_qk_l2norm=dims.l2norm
+    )
+    assert torch.equal(dst[:2], layer["state"][[2, 1]]) and dst[2].isnan().all()
+
+
 @pytest.mark.parametrize("scale", [6.0, -30.0])
 def test_strong_and_vanishing_gates(scale: float) -> None:
     """exp(A_log) of 400 and of 1e-13: decays that underflow, and decays of one."""

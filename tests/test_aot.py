@@ -1,4 +1,4 @@
-"""Every kernel compiles ahead of time for every target it has, and spills no register on sm_90 and sm_100."""
+"""Every kernel compiles ahead of time for every target; on sm_90 and sm_100 none spills more than its case says (0)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
+from replayssm.ops.commit_aot import aot_cases as commit_cases  # noqa: E402
 from replayssm.ops.delta.aot import aot_cases as delta_cases  # noqa: E402
+from replayssm.ops.delta.read_aot import aot_cases as delta_read_cases  # noqa: E402
 from replayssm.ops.mamba2.aot import aot_cases as mamba2_cases  # noqa: E402
+from replayssm.ops.mamba2.read_aot import aot_cases as mamba2_read_cases  # noqa: E402
 from replayssm.ops.window_aot import aot_cases as window_cases  # noqa: E402
 
 SPILL_CHECKED = ("sm90", "sm100")
@@ -29,10 +32,22 @@ def gpu_target(name: str) -> GPUTarget:
 
 
 def by_target() -> Iterator[Any]:
-    for family, cases in (("mamba2", mamba2_cases), ("delta", delta_cases), ("window", window_cases)):
+    families = (
+        ("mamba2", mamba2_cases),
+        ("mamba2", mamba2_read_cases),
+        ("delta", delta_cases),
+        ("delta", delta_read_cases),
+        ("window", window_cases),
+        ("commit", commit_cases),
+    )
+    for family, cases in families:
+        compiled = set()
         for case in cases():
             for target in case.targets:
-                yield pytest.param(case, target, id=f"{family}-{case.name}-{target}")
+                # Launch tables are guarded against spills on these; elsewhere each kernel and dtype need only compile.
+                if target in SPILL_CHECKED or (case.kernel, case.state, target) not in compiled:
+                    compiled.add((case.kernel, case.state, target))
+                    yield pytest.param(case, target, id=f"{family}-{case.name}-{target}")
 
 
 @pytest.mark.parametrize(("case", "target"), list(by_target()))
@@ -45,7 +60,7 @@ def test_compiles(case: Any, target: str, tmp_path: Path) -> None:
     usage = subprocess.run([cuobjdump(), "-res-usage", str(cubin)], capture_output=True, text=True, check=True).stdout
     stack = int(re.search(r"STACK:(\d+)", usage)[1])
     # The register caps are tuned for the ptxas of Triton 3.6; another may spill a few bytes under them.
-    assert stack == 0 if PINNED else stack <= 128, usage
+    assert stack <= case.spill + (0 if PINNED else 128), usage
 
 
 def cuobjdump() -> str:

@@ -10,19 +10,26 @@ import torch
 
 from replayssm import GDNSpec, KDASpec, Mamba2Spec, ReplayCache, preset
 from replayssm.bench.decode import LayerBench, phase_bytes
-from replayssm.check import CheckCase, check_cases, run_check, shrink
+from replayssm.check import run_check
+from replayssm.check_cases import DTYPES, FORMATS, CheckCase, check_cases, shrink
 from replayssm.cli.app import main
 from replayssm.formats import CHECKPOINT_FORMATS, READ_FORMATS
+from replayssm.ops import stored
 from replayssm.ops.delta import torch_ops as delta_ops
 from replayssm.ops.mamba2 import torch_ops as mamba2_ops
 from replayssm.plan import Plan
+from replayssm.quant import QuantizedState
 from replayssm.traffic import layer_traffic
 
 CPU = torch.device("cpu")
 SMALL = (Mamba2Spec(4, 8, 16, 2), GDNSpec(1, 2, 16, 8), KDASpec(2, 2, 16, 8, lower_bound=-5.0))
 
 
-@pytest.mark.parametrize("case", check_cases(SMALL), ids=str)
+PLAIN = [formats for formats in FORMATS if formats[1:] in {(c, "none", "nearest") for c in DTYPES}]
+CASES = [*check_cases(SMALL, formats=PLAIN), *check_cases(SMALL, ["verify"], formats=sorted(set(FORMATS) - set(PLAIN)))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_small_case_passes(case: CheckCase) -> None:
     result = run_check(case, CPU)
     assert result.passed, result
@@ -55,6 +62,38 @@ def test_a_fault_in_the_kernels_is_found(
     assert not run_check(CheckCase(spec, "fp32", "fp32", "decode"), CPU).passed
 
 
+def test_a_wrong_read_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One code of one slot that is off by one step."""
+
+    def quantize_into(state: torch.Tensor, q: QuantizedState, slots: torch.Tensor, **options: object) -> None:
+        right(state, q, slots, **options)
+        q.codes[slots[0], 0, 0, 0] ^= 1
+
+    right = stored.quantize_into
+    monkeypatch.setattr(stored, "quantize_into", quantize_into)
+    result = run_check(CheckCase(SMALL[1], "bf16", "fp32", "decode", read="nvfp4"), CPU)
+    assert not result.copies_exact and not result.passed and result.bit_equal
+
+
+def test_reading_something_else_than_the_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored.StoredState, "for_reads", stored.StoredState.checkpoint)
+    result = run_check(CheckCase(SMALL[0], "bf16", "fp32", "verify", read="nvfp4"), CPU)
+    assert result.copies_exact and result.bit_equal and not result.passed
+
+
+def test_only_formats_that_the_device_runs_are_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(CheckCase, "runs_on", lambda case, device: case.read != "nvfp4")
+    monkeypatch.setattr("replayssm.check_cases.SHAPES", SMALL[:1])
+    monkeypatch.setattr("replayssm.check.FLUSHES", 1)
+    assert main(["check", "--device", "cpu", "--read", "none", "--read", "nvfp4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["not_here"] == 8 and {row["read"] for row in report["results"]} == {"none"}
+    assert main(["check", "--device", "cpu", "--read", "int3"]) == 2
+    assert "read is int3; allowed: none, bf16, int8, fp8, nvfp4" in capsys.readouterr().err.replace("'", "")
+
+
 def test_shrink_keeps_what_kernels_see() -> None:
     assert shrink(preset("nemotron-3-super-120b-a12b")[0]).state_shape == (32, 64, 128)
     gdn = shrink(preset("qwen3.5-122b-a10b")[0])
@@ -62,8 +101,9 @@ def test_shrink_keeps_what_kernels_see() -> None:
     assert shrink(KDASpec(32, 32, 128, 128)).state_shape == (2, 128, 128)
 
 
-def test_command_reports_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "kimi-linear-48b", "--device", "cpu", "--batch", "1", "--json"]) == 0
+def test_command_reports_and_exits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("replayssm.check.FLUSHES", 1)
+    assert main(["check", "kimi-linear-48b", "--device", "cpu", "--batch", "1", "--read", "nvfp4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["passed"] and {row["mode"] for row in report["results"]} == {"decode", "verify"}
 

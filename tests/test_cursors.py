@@ -112,3 +112,24 @@ def test_commit_takes_no_data_dependent_path() -> None:
         cursors = torch.zeros(4, 4, dtype=torch.int32)
         step = Step(torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), 2, -1, 8, -1, 0)
         cursor_ops.commit(cursors, step, torch.zeros(3, dtype=torch.int32), 10)
+
+
+@pytest.mark.parametrize("kind", ["all", "counts", "paths"])
+def test_the_ops_are_registered_with_what_they_write(kind: str) -> None:
+    import replayssm.ops.commits  # noqa: F401
+
+    cursors = torch.tensor([[0, 2, NO_LIMIT, 0], [3, 8, 4, 1], [0, 0, 1, 0]], dtype=torch.int32)
+    slots, starts = torch.tensor([2, -1, 1], dtype=torch.int32), torch.tensor([0, 2, 3, 4], dtype=torch.int32)
+    counts = torch.tensor([1, 1, 0], dtype=torch.int32) if kind == "counts" else None
+    paths = torch.tensor([[1, -1], [-1, -1], [0, -1]], dtype=torch.int32) if kind == "paths" else None
+    options = {"buffer_len": 8, "ring_len": 10, "pad_slot_id": -1}
+    torch.library.opcheck(torch.ops.replayssm.commit.default, (cursors, slots, starts, counts, paths), options)
+    torch.library.opcheck(torch.ops.replayssm.take_back.default, (cursors, torch.tensor([1, 0]), starts[1:3]))
+
+
+def test_paths_count_as_many_tokens_as_they_have() -> None:
+    cursors = torch.tensor([[0, 2, NO_LIMIT, 0]] * 3, dtype=torch.int32)
+    slots, starts = torch.arange(3, dtype=torch.int32), torch.tensor([0, 4, 8, 12], dtype=torch.int32)
+    paths = torch.tensor([[0, 2, 3], [1, -1, -1], [-1, -1, -1]], dtype=torch.int32)
+    cursor_ops.commit_rows(cursors, slots, starts, None, paths, buffer_len=8, ring_len=12, pad_slot_id=-1)
+    assert cursors[:, 1].tolist() == [5, 3, 2]

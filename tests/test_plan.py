@@ -159,14 +159,6 @@ def test_bad_layers_are_refused(make, message: str) -> None:  # type: ignore[no-
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("options", [{"read": "nvfp4"}, {"checkpoint": "fp8"}])
-def test_plans_that_cannot_run_yet_are_refused_by_the_cache(options: dict[str, str]) -> None:
-    plan = Plan((GDNSpec(1, 2, 32, 16),), **options)
-    assert plan.step_bytes(1).replay > 0
-    with pytest.raises(ReplayError, match="allowed for running so far"):
-        replayssm.ReplayCache(plan, 1)
-
-
 def test_small_caches_flush_in_lockstep_unless_told_otherwise() -> None:
     plan = Plan((GDNSpec(1, 2, 16, 16),))
     assert [plan.spreads(n) for n in (1, 63, 64, 500)] == [False, False, True, True]

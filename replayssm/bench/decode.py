@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,13 +10,14 @@ import torch
 
 from replayssm.bench.timing import Ceilings, time_graph
 from replayssm.cursors import NO_LIMIT
-from replayssm.formats import CHECKPOINT_FORMATS, READ_FORMATS
 from replayssm.layer import LayerCache, allocate_layer
 from replayssm.plan import Plan
-from replayssm.traffic import CURSOR_BYTES, LayerTraffic, layer_traffic, replay_bytes, stepwise_bytes
+from replayssm.seeds import first_seeds
+from replayssm.traffic import CURSOR_BYTES, LayerTraffic, replay_bytes, stepwise_bytes
 from replayssm.workload import op_options, positional, random_inputs, random_parameters
 
-POOL_BYTES = 400 * 2**20  # states rotate over this much, so that no cache holds them
+POOL_BYTES = 400 * 2**20  # what steps read rotates over this much, so that no cache holds it
+FILL_ELEMENTS = 2**26  # of random states that are rounded to a low-precision format at a time
 PHASES = ("stepwise", "cycle", "cycle_lockstep", "flush", "middle")
 
 
@@ -51,17 +53,22 @@ def phase_bytes(traffic: LayerTraffic, phase: str, batch: int, buffer_len: int) 
 
 
 class LayerBench:
-    """Pools of one layer's states, filled with random requests at every position of the ring."""
+    """Pools of one layer's states, filled with random requests at every position of the ring.
+
+    Ordinary decoding is timed in the checkpoint's format, for fp8 (which it does not have on a GPU) in fp32.
+    """
 
     def __init__(self, plan: Plan, batch: int, seed: int = 0) -> None:
         self.plan, self.batch, self.spec = plan, batch, plan.layers[0]
         self.device = torch.device(plan.device)
         self.generator = torch.Generator().manual_seed(seed)
-        formats = CHECKPOINT_FORMATS[plan.checkpoint], READ_FORMATS[plan.read]
-        self.traffic = layer_traffic(self.spec, *formats, plan.activation)
-        pools = max(2, -(-POOL_BYTES // (batch * self.traffic.state)))
+        plain = {"checkpoint": "fp32", "read": "none", "rounding": "nearest"}
+        self.plain_plan = plan.with_options(**plain) if plan.checkpoint == "fp8" else plan
+        self.traffic = plan.layer_traffic(self.spec)
+        pools = max(2, -(-POOL_BYTES // (batch * (self.traffic.read_copy or self.traffic.state))))
         cursors = torch.zeros(batch, 4, dtype=torch.int32, device=self.device)
-        self.layers = [allocate_layer(self.spec, plan, batch, cursors) for _ in range(pools)]
+        seeds = first_seeds(plan.seed, batch, self.device) if plan.rounding == "stochastic" else None
+        self.layers = [allocate_layer(self.spec, plan, batch, cursors, seeds) for _ in range(pools)]
         self.slots = [torch.randperm(batch, generator=self.generator).int().to(self.device) for _ in range(pools)]
         inputs = random_inputs(self.spec, batch, plan.activation, self.generator)
         every = inputs | random_parameters(self.spec, self.generator)
@@ -72,7 +79,10 @@ class LayerBench:
 
     def _fill(self, layer: LayerCache) -> None:
         """Random states, and ring rows like those that steps append (the first step of a bench appends real ones)."""
-        layer.state.normal_(std=self.spec.state_shape[2] ** -0.5)
+        std = self.spec.state_shape[2] ** -0.5
+        slots = torch.arange(self.batch, device=self.device)
+        for some in slots.split(max(1, FILL_ELEMENTS // layer.state[0].numel())):
+            layer.load(some, torch.empty(len(some), *self.spec.state_shape, device=self.device).normal_(std=std))
         for name, ring in layer.ring.items():
             if name in ("dt", "beta"):
                 ring.uniform_(0.001, 0.1)
@@ -97,11 +107,13 @@ class LayerBench:
         return [self.cursors(torch.full_like(rows, L if phase == "flush" else L // 2))]
 
     def launches(self, phase: str) -> list[Callable[[], None]]:
-        """One launch for every step and pool; neighbours in time use different pools."""
+        """Launches that take every step equally often and every pool; neighbours in time use different pools."""
         if phase == "stepwise":
-            return [self._stepwise(pool) for pool in range(len(self.layers))]
+            return self._stepwise()
         schedule = self.schedule(phase)
-        return [self._step(pool, cursors) for cursors in schedule for pool in range(len(self.layers))]
+        pools, steps = len(self.layers), len(schedule)
+        count = steps * -(-pools // steps)
+        return [self._step(i % pools, schedule[i % steps]) for i in range(count)]
 
     def _step(self, pool: int, cursors: torch.Tensor) -> Callable[[], None]:
         layer, slots = replace(self.layers[pool], cursors=cursors), self.slots[pool]
@@ -110,23 +122,31 @@ class LayerBench:
             buffer_len=self.plan.buffer_len,
             pad_slot_id=-1,
             max_window_len=1,
+            **layer.op_formats(),
             **op_options(self.spec),
         )
 
-    def _stepwise(self, pool: int) -> Callable[[], None]:
-        layer, slots = self.layers[pool], self.slots[pool]
-        return lambda: layer.ops.stepwise(
-            *(*self.inputs, layer.state, slots, None, self.out),
-            pad_slot_id=-1,
-            max_window_len=1,
-            **op_options(self.spec),
-        )
+    def _stepwise(self) -> list[Callable[[], None]]:
+        """A launch for every pool, of states of their own where ordinary decoding does not have the format."""
+        states = [layer.state for layer in self.layers]
+        if self.plain_plan is not self.plan:
+            pools = max(2, -(-POOL_BYTES // states[0].numel() // 4))
+            states = [torch.randn(states[0].shape, device=self.device) / self.spec.state_shape[2] for _ in range(pools)]
+        return [
+            self._stepwise_launch(state, slots)
+            for state, slots in zip(states, itertools.cycle(self.slots), strict=False)
+        ]
+
+    def _stepwise_launch(self, state: torch.Tensor, slots: torch.Tensor) -> Callable[[], None]:
+        options = {"pad_slot_id": -1, "max_window_len": 1, **op_options(self.spec)}
+        return lambda: self.layers[0].ops.stepwise(*self.inputs, state, slots, None, self.out, **options)
 
     def time(self, phase: str, ceilings: Ceilings) -> Timing:
         """Median time of one step of `phase`."""
         us = time_graph(self.launches(phase))
         if not bool(torch.isfinite(self.out).all()):
             raise RuntimeError(f"{phase} at batch {self.batch} gave outputs that are not finite")
-        nbytes = phase_bytes(self.traffic, phase, self.batch, self.plan.buffer_len)
+        traffic = self.plain_plan.layer_traffic(self.spec) if phase == "stepwise" else self.traffic
+        nbytes = phase_bytes(traffic, phase, self.batch, self.plan.buffer_len)
         gbps = nbytes / us / 1000
         return Timing(self.batch, phase, us, nbytes, gbps / ceilings.read_gbps, gbps / ceilings.update_gbps)

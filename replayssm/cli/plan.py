@@ -21,7 +21,9 @@ def command(
     buffer_len: Annotated[int, typer.Option(help="Committed rows a slot may hold before it flushes.")] = 16,
     drafts: Annotated[int, typer.Option(help="Draft tokens per step.")] = 0,
     checkpoint: Annotated[str, typer.Option(help="Format of the checkpoint.")] = "fp32",
-    read: Annotated[str, typer.Option(help="Format of the read copy.")] = "none",
+    read: Annotated[
+        str, typer.Option(help="Format of the read copy, or what `formats --json` printed (a file).")
+    ] = "none",
     tp: Annotated[int, typer.Option(help="Tensor-parallel size: the numbers are those of one rank.")] = 1,
     json: JsonFlag = False,
 ) -> None:
@@ -38,13 +40,27 @@ def command(
         buffer_len=buffer_len,
         num_draft_tokens=drafts,
         checkpoint=checkpoint,
-        read=read,
+        read=read_formats(read),
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     if json:
         print_json({**summary(model, plan, batch), "tp": tp})
     else:
         show(model, plan, batch, tp)
+
+
+def read_formats(option: str) -> str | dict[int, str]:
+    """A format by name, or each layer's from a JSON file."""
+    import json
+
+    from replayssm.checks import fail
+
+    if not option.endswith(".json"):
+        return option
+    try:
+        return {int(idx): str(name) for idx, name in json.loads(Path(option).read_text())["read"].items()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise fail("read", option, f"a format, or what `replayssm formats --json` printed ({error})") from error
 
 
 def model_layers(model: str) -> tuple[LayerSpec, ...]:
@@ -77,12 +93,12 @@ def summary(model: str, plan: Plan, batch: int) -> dict[str, object]:
         "num_draft_tokens": plan.num_draft_tokens,
         "kernels": kernels(plan, batch),
         "checkpoint": plan.checkpoint,
-        "read": plan.read,
+        "read": plan.read_name,
     }
 
 
 def kernels(plan: Plan, batch: int) -> dict[str, str]:
-    """What runs here, by layer; empty for formats that can only be counted so far."""
+    """What runs here, by layer; empty for formats that this device has no kernels for."""
     from replayssm.checks import ReplayError
 
     try:
@@ -104,7 +120,7 @@ def show(model: str, plan: Plan, batch: int, tp: int) -> None:
         [
             ("state (checkpoint, " + plan.checkpoint + ")", human_bytes(plan.state_bytes_per_request)),
             (f"ring ({plan.ring_len} rows)", human_bytes(plan.ring_bytes_per_request)),
-            ("read copy (" + plan.read + ")", human_bytes(plan.read_copy_bytes_per_request)),
+            ("read copy (" + plan.read_name + ")", human_bytes(plan.read_copy_bytes_per_request)),
             ("all", human_bytes(plan.memory_per_request)),
             *snapshots,
         ],

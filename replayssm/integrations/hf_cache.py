@@ -129,7 +129,7 @@ class ReplayDynamicCache(RollbackCache):
         if self._mode is None:
             return _hf_layout(layer, self._materialize(layer))
         if self._mode == "prefill":
-            return _hf_layout(layer, layer.state.float())
+            return _hf_layout(layer, layer.plain_state())
         view = _hf_layout(layer, layer.state.view_as(layer.state))
         setattr(view, ROUTE, DecodeRoute(self, layer_idx))
         return view
@@ -137,7 +137,7 @@ class ReplayDynamicCache(RollbackCache):
     def _materialize(self, layer: LayerCache) -> torch.Tensor:
         """A copy of every slot's plain state."""
         if self.core is None or not self._rows:
-            return layer.state.to(torch.float32, copy=True)
+            return layer.plain_state().clone()
         return self.core.materialize(layer.spec.layer_idx, self._slots)
 
     def store(self, layer_idx: int, state: torch.Tensor) -> None:

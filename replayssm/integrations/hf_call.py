@@ -23,6 +23,11 @@ class CallSignature:
         self._order = list(inspect.signature(decoder.forward).parameters)
         self.cache_name = next(name for name in CACHE_NAMES if name in self._order)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arguments."""
+        return tuple(self._order)
+
     def get(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The argument `name`, None if it was not given."""
         position = self._order.index(name) if name in self._order else len(args)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import ModuleType, TracebackType
 from typing import Any, SupportsIndex
 from weakref import WeakSet, finalize, ref
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import nn
 from transformers import DynamicCache
 
@@ -19,9 +18,9 @@ from replayssm.integrations import hf_route
 from replayssm.integrations.hf_assisted import ASSISTED, check_generation, limit_drafts, prepare_drafts
 from replayssm.integrations.hf_cache import ReplayDynamicCache
 from replayssm.integrations.hf_call import CACHE_NAMES, CallSignature, Split
+from replayssm.integrations.hf_model import decoder_of, device_of
 from replayssm.plan import Plan
 
-OLDEST_TRANSFORMERS = "5.17.0"
 _HANDLE = "_replayssm_handle"
 
 
@@ -174,11 +173,13 @@ def enable(
     buffer_len: int = 16,
     num_draft_tokens: int = 0,
     checkpoint: str = "fp32",
-    read: str = "none",
+    read: str | Mapping[int, str] = "none",
     activation: torch.dtype | None = None,
     backend: str = "auto",
     spread_flushes: bool | None = None,
     route: str = "auto",
+    rounding: str = "nearest",
+    seed: int = 0,
 ) -> ReplayHandle:
     """Let `model.generate(...)` and `model(...)` decode through ReplaySSM, until `disable`.
 
@@ -186,9 +187,10 @@ def enable(
     num_draft_tokens: most drafts that assisted generation (`assistant_model=`, `prompt_lookup_num_tokens=`) verifies in
     one call; an assistant that was not told how many to draft drafts at most as many. A model that is an assistant
     itself drafts at most buffer_len - 1.
-    activation: dtype of the layers' inputs (default: the model's). Calling it again with the same options does nothing.
+    activation: dtype of the layers' inputs (default: the model's). The other options are those of `Plan`. Calling it
+    again with the same options does nothing.
     """
-    decoder = _decoder(model)
+    decoder = decoder_of(model)
     config = decoder.config.get_text_config(decoder=True)
     plan = Plan(
         layers=layer_specs(config),
@@ -197,10 +199,12 @@ def enable(
         checkpoint=checkpoint,
         read=read,
         activation=decoder.dtype if activation is None else activation,
-        device=_device(decoder),
+        device=device_of(decoder),
         backend=backend,
         spread_flushes=spread_flushes,
         route=route,
+        rounding=rounding,
+        seed=seed,
     )
     plan.check_runnable()
     handle: ReplayHandle | None = getattr(decoder, _HANDLE, None)
@@ -227,22 +231,6 @@ def enable(
 
 def disable(model: nn.Module) -> None:
     """Give an enabled model back as it was; does nothing for other models."""
-    handle: ReplayHandle | None = getattr(_decoder(model), _HANDLE, None)
+    handle: ReplayHandle | None = getattr(decoder_of(model), _HANDLE, None)
     if handle is not None:
         handle.disable()
-
-
-def _decoder(model: object) -> Any:
-    """The module that runs the layers, whatever wraps it."""
-    if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
-        raise fail("transformers", transformers.__version__, f"at least {OLDEST_TRANSFORMERS}")
-    if not isinstance(model, transformers.PreTrainedModel):
-        raise fail("model", type(model).__name__, "a transformers model")
-    return model.get_decoder()
-
-
-def _device(decoder: nn.Module) -> torch.device:
-    devices = {parameter.device for parameter in decoder.parameters()}
-    if len(devices) != 1 or torch.device("meta") in devices:
-        raise fail("model.device", sorted(map(str, devices)), "one device that holds all layers")
-    return devices.pop()

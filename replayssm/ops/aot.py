@@ -18,6 +18,7 @@ class AotCase:
     """One kernel; `source()` goes to `triton.compile` with `options`.
 
     argument: from the case and an argument's name to its type and whether it is known to be a multiple of 16.
+    spill: bytes a thread that may be spilled: measured to cost less than more registers, or a fallback.
     """
 
     name: str
@@ -28,6 +29,7 @@ class AotCase:
     targets: tuple[str, ...]
     argument: Callable[[AotCase, str], tuple[str, bool]]
     gluon: bool = False
+    spill: int = 0
 
     def source(self) -> Any:
         """What the compiler takes."""

@@ -78,12 +78,14 @@ def row_flushes(row, slot_indices, query_start_loc, cursors, num_slots, pad_slot
 
 
 @gluon.jit
-def settle_row(position, slot_indices, query_start_loc, cursors, num_rows, num_slots, pad_slot_id, buffer_len):
-    """Row of the batch at a grid position: a flushing row of the second half trades places with one of the first.
+def settle_row(
+    position, slot_indices, query_start_loc, cursors, num_rows, num_slots, pad_slot_id, buffer_len, PARTS: gl.constexpr
+):
+    """Row of the batch at a grid position: a flushing row of the last of PARTS trades places with one of the first.
 
     A flush takes longer than a read, so one at the end of the grid would leave the other multiprocessors idle.
     """
-    span = num_rows // 2
+    span = num_rows // PARTS
     other = position
     if position < span:
         other = position + num_rows - span
@@ -169,3 +171,11 @@ def fetch_tile(tile, state_ptr, N: gl.constexpr, BV: gl.constexpr):
     rows = gl.arange(0, BV, layout=gl.SliceLayout(1, L))
     k = gl.arange(0, N, layout=gl.SliceLayout(0, L))
     copy_to_shared(tile, state_ptr + gl.expand_dims(rows * N, 1) + gl.expand_dims(k, 0))
+
+
+@gluon.jit
+def fetch_rest(tile, state_ptr, N: gl.constexpr, BV: gl.constexpr, EARLY: gl.constexpr):
+    """Copy what is left of a tile after its first EARLY rows."""
+    PIECE: gl.constexpr = EARLY if EARLY > 0 else BV
+    for first in gl.static_range(EARLY, BV, PIECE):
+        fetch_tile(tile.slice(first, PIECE), state_ptr + first * N, N, PIECE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 
 from replayssm.checks import fail
 from replayssm.config import Family
-from replayssm.ops.moves import move_rows
+from replayssm.ops import commits as _commits  # noqa: F401
 
 _MAMBA2_IN = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias"
 _MAMBA2_RING = "Tensor(b!) ring_x, Tensor(c!) ring_B, Tensor(d!) ring_dt"
@@ -32,16 +33,21 @@ _MAMBA2_KEPT = "Tensor A, Tensor state, Tensor ring_x, Tensor ring_B, Tensor rin
 _DELTA_KEPT = "Tensor state, Tensor ring_k, Tensor ring_v, Tensor ring_g, Tensor ring_beta"
 _CURSORS = f"Tensor cursors, {_ROWS}, *, int buffer_len"
 _TREES = "Tensor? parents=None"
-_MOVES = "Tensor(a!)[] rings, Tensor cursors, Tensor slot_indices, Tensor accepted_paths, *, int pad_slot_id"
+_FLUSHES = "Tensor? cursors=None"
+_COPY = "Tensor(g!)? read_codes=None, Tensor(h!)? read_scales=None, Tensor(i!)? read_global=None"
+_ROUNDING = "Tensor(j!)? state_scales=None, Tensor? seeds=None, int stream=0"
+_STORED = f"{_COPY}, {_ROUNDING}"
 
 SCHEMAS = {
-    "mamba2_step": f"{_MAMBA2_IN}, {_STATE}, {_MAMBA2_RING}, {_CURSORS}, {_MAMBA2_OPTIONS}, {_TREES}",
-    "mamba2_stepwise": f"{_MAMBA2_IN}, {_STATE}, {_ROWS}, *, {_MAMBA2_OPTIONS}",
+    "mamba2_step": f"{_MAMBA2_IN}, {_STATE}, {_MAMBA2_RING}, {_CURSORS}, {_MAMBA2_OPTIONS}, {_TREES}, {_STORED}",
+    "mamba2_stepwise": f"{_MAMBA2_IN}, {_STATE}, {_ROWS}, *, {_MAMBA2_OPTIONS}, {_FLUSHES}, {_ROUNDING}",
     "mamba2_materialize": f"{_MAMBA2_KEPT}, {_REPLAY}, int pad_slot_id",
-    "delta_step": f"{_DELTA_IN}, {_STATE}, {_DELTA_RING}, {_CURSORS}, {_DELTA_OPTIONS}, {_TREES}",
-    "delta_stepwise": f"{_DELTA_IN}, {_STATE}, {_ROWS}, *, {_DELTA_OPTIONS}",
+    "delta_step": f"{_DELTA_IN}, {_STATE}, {_DELTA_RING}, {_CURSORS}, {_DELTA_OPTIONS}, {_TREES}, {_STORED}",
+    "delta_stepwise": f"{_DELTA_IN}, {_STATE}, {_ROWS}, *, {_DELTA_OPTIONS}, {_FLUSHES}, {_ROUNDING}",
     "delta_materialize": f"{_DELTA_KEPT}, {_REPLAY}, int pad_slot_id, bool use_qk_l2norm",
 }
+
+_OPTIONAL = ("parents", "read_codes", "read_scales", "read_global", "state_scales", "seeds", "cursors")
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,12 @@ def launch_module(family: Family) -> Any:
     return importlib.import_module(f"replayssm.ops.{op_family(family)}.launch")
 
 
+def read_launch_module(family: Family) -> Any | None:
+    """The module that launches a family's kernels for read copies: `supports` and `route` tell a plan what it has."""
+    name = f"replayssm.ops.{op_family(family)}.read_launch"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
 class _Implementation:
     """The functions of one backend, by op name."""
 
@@ -85,21 +97,40 @@ class _Implementation:
 
 @functools.cache
 def _implementation(name: str, backend: str) -> Callable[..., None]:
-    """The function of an op; a step that knows chains only refuses trees."""
+    """The function of an op; a GPU step of a read copy, an fp8 checkpoint or stochastic rounding has one of its own."""
     module = {"torch": "torch_ops", "triton": "launch", "reference": "reference"}[backend]
-    function: Callable[..., None] = getattr(
-        importlib.import_module(f"replayssm.ops.{name.split('_')[0]}.{module}"), name
-    )
-    if not name.endswith("_step") or "parents" in inspect.signature(function).parameters:
-        return function
+    plain = _function(name, module, name, backend)
+    if backend != "triton" or not name.endswith("_step"):
+        return plain
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        if any(kwargs.get(given) is not None for given in ("read_codes", "state_scales", "seeds")):
+            reading = _function(name, "read_launch", name.replace("_step", "_read_step"), backend)
+            reading(*args, **{"read_codes": None, "read_scales": None, "read_global": None, **kwargs})
+        else:
+            plain(*args, **kwargs)
+
+    return step
+
+
+@functools.cache
+def _function(op: str, module: str, name: str, backend: str) -> Callable[..., None]:
+    """A function of an op's module; optional arguments that it does not have are refused unless they are None."""
+    source = importlib.import_module(f"replayssm.ops.{op.split('_')[0]}.{module}")
+    function: Callable[..., None] = getattr(source, name)
+    unknown = [name for name in _OPTIONAL if name not in inspect.signature(function).parameters]
 
     @functools.wraps(function)
-    def chains_only(*args: Any, parents: torch.Tensor | None = None, **kwargs: Any) -> None:
-        if parents is not None:
-            raise fail("parents", "a tree", f"None (chains) with the {backend} backend of {name}")
+    def checked(*args: Any, **kwargs: Any) -> None:
+        for name in unknown:
+            if kwargs.pop(name, None) is not None:
+                what, allowed = ("a tree", "None (chains)") if name == "parents" else ("given", "None")
+                raise fail(name, what, f"{allowed} with the {backend} backend of {op}")
+        if "seeds" in unknown:
+            kwargs.pop("stream", None)
         function(*args, **kwargs)
 
-    return chains_only
+    return checked if unknown else function
 
 
 def _on_device(name: str, backend: str) -> Callable[..., None]:
@@ -120,9 +151,6 @@ def _register() -> None:
         library.impl(name, _on_device(name, "torch"), "CPU")
         library.impl(name, _on_device(name, "triton"), "CUDA")
         torch.library.register_fake(f"replayssm::{name}", _do_nothing, lib=library)
-    library.define(f"move_rows({_MOVES}) -> ()")
-    library.impl("move_rows", move_rows, "CompositeExplicitAutograd")
-    torch.library.register_fake("replayssm::move_rows", _do_nothing, lib=library)
     _LIBRARIES.append(library)
 
 

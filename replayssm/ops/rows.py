@@ -9,7 +9,7 @@ import torch
 
 def compute_dtype(state: torch.Tensor) -> torch.dtype:
     """float32, or float64 if the checkpoint is float64."""
-    return torch.promote_types(state.dtype, torch.float32)
+    return torch.float64 if state.dtype == torch.float64 else torch.float32
 
 
 def is_pad(slot: int, num_slots: int, pad_slot_id: int) -> bool:

@@ -122,6 +122,9 @@ def _gluon_case(
         "TILES": config.num_tiles,
         "STAGES": config.stages,
         "SETTLE": config.settle,
+        "HINT": config.hint,
+        "FLUSHERS": config.flushers,
+        "EARLY": config.block_v if config.early is None else config.early,
     }
     options = launch_options(config.num_warps, config.max_registers)
     name = f"{label}-{sizes['TOKENS']}-{config.num_tiles}x{config.block_v}"

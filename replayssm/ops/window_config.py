@@ -16,7 +16,10 @@ class WindowConfig:
     """How a window kernel is launched.
 
     block_v: V-rows of a tile (Gluon: 16 a warp). For Gluon also num_tiles: tiles a program; stages: tiles in flight;
-    settle: move flushing rows to the front of the grid; dependent: start while the previous kernel ends.
+    settle: a flushing row in the last 1 / settle of the batch trades places with an early one (0: off); dependent:
+    start while the previous kernel ends; hint: until it has ended, ask the memory for the state (1), and for the ring's
+    rows (2), not with settle; early: V-rows of the first tile that are requested before the cursors are known (None:
+    all); flushers: so many flushing rows have programs of their own, a tile each (in batches of at most 64 rows).
     """
 
     backend: str
@@ -25,12 +28,26 @@ class WindowConfig:
     num_tiles: int = 1
     stages: int = 1
     max_registers: int | None = None
-    settle: bool = False
+    settle: int = 0
     dependent: bool = False
+    hint: int = 0
+    early: int | None = None
+    flushers: int = 0
+
+    def __str__(self) -> str:
+        tiles = f", {self.num_tiles} tiles, {self.stages} in flight" if self.num_tiles > 1 else ""
+        return f"{self.backend} {self.block_v} rows, {self.num_warps} warps{tiles}"
 
     def gluon_options(self, tokens: int) -> dict[str, Any]:
         """Options of a Gluon window kernel that has room for `tokens` tokens a row."""
-        options: dict[str, Any] = {"TILES": self.num_tiles, "STAGES": self.stages, "SETTLE": self.settle}
+        options: dict[str, Any] = {
+            "TILES": self.num_tiles,
+            "STAGES": self.stages,
+            "SETTLE": self.settle,
+            "HINT": self.hint,
+            "FLUSHERS": self.flushers,
+            "EARLY": self.block_v if self.early is None else self.early,
+        }
         launch = {"num_warps": self.num_warps, "maxnreg": self.max_registers, "launch_pdl": self.dependent}
         return options | {"TOKENS": tokens} | launch
 
@@ -45,5 +62,9 @@ def window_arch(state: torch.Tensor, activation: torch.dtype) -> str:
 
     The tensor cores take 16-bit activations, and 16-byte accesses to the checkpoint.
     """
-    fast = activation in (torch.bfloat16, torch.float16) and is_aligned(state)
-    return device_arch(state.device) if fast else ""
+    return fast_arch(state.device, activation) if is_aligned(state) else ""
+
+
+def fast_arch(device: torch.device, activation: torch.dtype) -> str:
+    """As `window_arch`, of an aligned checkpoint."""
+    return device_arch(device) if activation in (torch.bfloat16, torch.float16) else ""

@@ -59,7 +59,7 @@ class QuantizedState:
 
     def gather(self, slots: torch.Tensor) -> QuantizedState:
         """A copy of the states of `slots` [n], in that order."""
-        gathered = {name: _bytes(tensor)[slots].view(tensor.dtype) for name, tensor in self.tensors().items()}
+        gathered = {name: as_indexable(tensor)[slots].view(tensor.dtype) for name, tensor in self.tensors().items()}
         return QuantizedState(self.format, **gathered)
 
 
@@ -139,7 +139,7 @@ def quantize_into(
         raise fail("state.shape", list(state.shape), f"[{len(slots)}, {', '.join(map(str, q.shape[1:]))}]")
     new = quantize(state, q.format, words=words, global_scale=global_scale).tensors()
     for name, tensor in q.tensors().items():
-        _bytes(tensor)[slots] = _bytes(new[name])
+        as_indexable(tensor)[slots] = as_indexable(new[name])
 
 
 def dequantize(q: QuantizedState) -> torch.Tensor:
@@ -153,6 +153,6 @@ def dequantize(q: QuantizedState) -> torch.Tensor:
     return q.codes.float() * q.scales[..., None]
 
 
-def _bytes(t: torch.Tensor) -> torch.Tensor:
+def as_indexable(t: torch.Tensor) -> torch.Tensor:
     """8-bit floats as bytes, which can be indexed on every device."""
     return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t

@@ -9,7 +9,8 @@ import torch
 from families import relative_error
 
 from replayssm import GDNSpec, KDASpec, LayerSpec, Mamba2Spec, Plan, ReplayCache, Step, delta_decode
-from replayssm.check import SHAPES, CheckCase, check_cases, run_check
+from replayssm.check import run_check
+from replayssm.check_cases import FORMATS, SHAPES, CheckCase, check_cases
 from replayssm.layer import layer_shapes
 from replayssm.workload import op_options, positional, random_inputs, random_parameters
 
@@ -20,15 +21,18 @@ FAMILIES = (
     KDASpec(num_k_heads=4, num_v_heads=4, head_k_dim=128, head_v_dim=128, lower_bound=-5.0),
 )
 
+PLAIN_FORMATS = [formats for formats in FORMATS if formats[1] != "fp8" and formats[2] == "none"]
+
 
 def name(spec: LayerSpec) -> str:
     return spec.family
 
 
+@pytest.mark.parametrize("formats", PLAIN_FORMATS, ids="-".join)
 @pytest.mark.parametrize("batch", [1, 2, 5, 16, 40, 100, 300])
 @pytest.mark.parametrize("spec", SHAPES, ids=lambda s: f"{s.family}-{'x'.join(map(str, s.state_shape))}")
-def test_outputs_and_states_against_float64(spec: LayerSpec, batch: int) -> None:
-    for case in check_cases([spec], ["decode"], [batch]):
+def test_outputs_and_states_against_float64(spec: LayerSpec, batch: int, formats: tuple[str, str, str]) -> None:
+    for case in check_cases([spec], ["decode"], [batch], formats=[formats]):
         result = run_check(case, torch.device("cuda"))
         assert result.passed, result
 
@@ -247,11 +251,10 @@ def test_engine_pages_with_padding_between_slots(spec: LayerSpec, batch: int) ->
     assert (pages[:, -192:] == 0xFF).all()
 
 
-def test_the_smallest_batches_take_the_faster_route_and_stay_exact() -> None:
+def test_the_smallest_batches_may_decode_stepwise_and_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches decode stepwise, larger ones through the ring; states follow the stepwise kernel either way."""
-    layer = Layer(FAMILIES[2], 40, route="auto")
-    large = layer.plan.stepwise_batch + 1
-    assert 1 < large <= 40
+    monkeypatch.setattr(Plan, "stepwise_batch", 4)
+    layer, large = Layer(FAMILIES[2], 40, route="auto"), 5
     state = torch.randn(40, *FAMILIES[2].state_shape, generator=layer.generator).cuda()
     layer.cache.load(list(range(40)), {0: state})
     stepwise = layer.cache.layer(0).state.clone()

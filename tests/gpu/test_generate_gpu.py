@@ -43,3 +43,18 @@ def test_assisted_generation_takes_fewer_steps_and_gives_the_same_tokens(name: s
         hook.remove()
     assert torch.equal(plain, assisted)
     assert len(calls) <= 25
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_5", "kimi_linear"])
+def test_prompt_lookup_gives_the_same_tokens(name: str) -> None:
+    model = tiny_model(name).cuda()
+    prompt = torch.randint(3, 61, (1, 6), generator=torch.Generator().manual_seed(6)).repeat(1, 3).cuda()
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
+    calls = []
+    with enable(model, num_draft_tokens=4):
+        plain = model.generate(prompt, **options)
+        hook = model.get_decoder().register_forward_hook(lambda *_: calls.append(1))
+        drafted = model.generate(prompt, prompt_lookup_num_tokens=4, **options)
+        hook.remove()
+    assert torch.equal(plain, drafted)
+    assert len(calls) <= 41

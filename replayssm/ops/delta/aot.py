@@ -66,7 +66,9 @@ def _portable_cases(label: str, sizes: dict[str, Any], state: str) -> Iterator[A
 def _gluon_cases(label: str, sizes: dict[str, Any], state: str, shape: Shape) -> Iterator[AotCase]:
     for config in dict.fromkeys(configs.step_config(batch, shape) for batch in BATCHES):
         more = {**_gates(False), "BLOCK_L": 16, "NUM_TILES": config.num_tiles, "STAGES": config.stages}
-        more |= {"SETTLE": config.settle, "INTERLEAVE": config.interleave}
+        more |= {"EARLY": config.block_v if config.early is None else config.early}
+        more |= {"SETTLE": config.settle, "INTERLEAVE": config.interleave, "HINT": config.hint}
+        more |= {"FLUSHERS": config.flushers, "TENSOR_CORES": config.tensor_cores}
         yield _gluon_case("step", gluon_step.delta_step_kernel, label, {**sizes, **more}, state, shape, config)
     for config in dict.fromkeys(configs.stepwise_config(batch, shape) for batch in BATCHES):
         more = {**sizes, **_gates(False)}

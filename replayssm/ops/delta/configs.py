@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from replayssm.ops.device import GLUON_ARCHS
 
@@ -13,8 +14,13 @@ class LaunchConfig:
     """How a kernel is launched.
 
     backend: "triton" (portable) or "gluon" (NVIDIA). block_v: V-rows of a tile. For Gluon's step also num_tiles: tiles
-    a program; stages: tiles in flight; settle: a flushing row in the last 1 / settle of the batch trades places with
-    an early one (0: off); interleave: rows whose programs alternate. pdl: programmatic dependent launch.
+    a program; stages: tiles in flight; early: V-rows of the first tile that are requested before the cursors are known
+    (None: all; what is requested later does not delay the ring's rows); settle: a flushing row in the last 1 / settle
+    of the batch trades places with an early one (0: off); interleave: rows whose programs alternate; pdl: programmatic
+    dependent launch; hint: before the previous kernel is done, ask the memory for the state (1), and for the ring's
+    rows (2); flushers: so many flushing rows have programs of their own, a tile each (in batches of at most 64 rows).
+    settle, hint and flushers exclude each other. tensor_cores: they read a 16-bit checkpoint, in tiles of 16 V-rows a
+    warp.
     """
 
     backend: str
@@ -26,6 +32,10 @@ class LaunchConfig:
     settle: int = 0
     interleave: int = 1
     pdl: bool = False
+    early: int | None = None
+    hint: int = 0
+    flushers: int = 0
+    tensor_cores: bool = False
 
     def __str__(self) -> str:
         tiles = f", {self.num_tiles} tiles, {self.stages} in flight" if self.num_tiles > 1 else ""
@@ -47,8 +57,8 @@ class Shape:
     arch: str
 
 
-def _step(block_v: int, num_tiles: int, stages: int, registers: int, settle: int, interleave: int) -> LaunchConfig:
-    return LaunchConfig("gluon", block_v, 4, num_tiles, stages, registers, settle, interleave, pdl=True)
+def _step(block_v: int, num_tiles: int, stages: int, registers: int, **more: Any) -> LaunchConfig:
+    return LaunchConfig("gluon", block_v, 4, num_tiles, stages, registers, pdl=True, **more)
 
 
 def _stepwise(block_v: int, num_warps: int) -> LaunchConfig:
@@ -59,38 +69,46 @@ def _stepwise(block_v: int, num_warps: int) -> LaunchConfig:
 # Measured on one H200 at batches 1, 8, 32 and 256 of 32 and 64 v-heads.
 STEP = {
     (False, 4): (
-        (96, _step(32, 1, 1, 96, 0, 1)),
-        (768, _step(32, 1, 1, 96, 2, 1)),
-        (1536, _step(64, 1, 1, 128, 2, 1)),
-        (6144, _step(64, 2, 2, 168, 2, 8)),
-        (24576, _step(64, 4, 2, 168, 8, 8)),
-        (1 << 40, _step(64, 4, 1, 128, 8, 8)),
+        (96, _step(32, 1, 1, 96, early=8, hint=2)),
+        (768, _step(64, 1, 1, 128, early=16, hint=2)),
+        (1536, _step(64, 2, 1, 128, early=16, flushers=1)),
+        (3072, _step(64, 2, 1, 128, early=16, flushers=3)),
+        (6144, _step(64, 4, 1, 128, early=16, flushers=3)),
+        (12288, _step(64, 4, 1, 128, early=16, settle=2, interleave=8)),
+        (24576, _step(64, 4, 2, 168, settle=8, interleave=8)),
+        (1 << 40, _step(64, 4, 1, 128, settle=8, interleave=8)),
     ),
     (False, 2): (
-        (96, _step(32, 1, 1, 96, 0, 1)),
-        (3072, _step(64, 1, 1, 128, 2, 1)),
-        (6144, _step(64, 2, 2, 128, 4, 8)),
-        (1 << 40, _step(64, 4, 2, 128, 8, 8)),
+        (192, _step(32, 1, 1, 96, early=8, hint=2)),
+        (768, _step(64, 1, 1, 128, early=16, hint=2, tensor_cores=True)),
+        (1536, _step(64, 2, 1, 128, early=16, flushers=1, tensor_cores=True)),
+        (12288, _step(64, 4, 1, 128, early=16, flushers=3, tensor_cores=True)),
+        (1 << 40, _step(64, 4, 2, 128, settle=8, interleave=8)),
     ),
     (True, 4): (
-        (96, _step(32, 1, 1, 96, 0, 1)),
-        (768, _step(64, 1, 1, 128, 0, 1)),
-        (6144, _step(64, 2, 1, 128, 2, 8)),
-        (1 << 40, _step(64, 2, 1, 128, 8, 8)),
+        (96, _step(32, 1, 1, 96, hint=2)),
+        (384, _step(64, 1, 1, 128, early=16, hint=2)),
+        (768, _step(64, 1, 1, 128, early=16, hint=1)),
+        (3072, _step(64, 2, 1, 128, early=16, flushers=3)),
+        (6144, _step(64, 2, 1, 128, settle=2, interleave=8)),
+        (1 << 40, _step(64, 2, 1, 128, early=16, settle=8, interleave=8)),
     ),
     (True, 2): (
-        (96, _step(32, 1, 1, 96, 0, 1)),
-        (768, _step(64, 1, 1, 128, 0, 1)),
-        (1 << 40, _step(64, 2, 2, 168, 8, 8)),
+        (96, _step(32, 1, 1, 96, hint=2)),
+        (384, _step(64, 1, 1, 128, early=16, hint=2, tensor_cores=True)),
+        (768, _step(64, 2, 1, 128, early=16, hint=2, tensor_cores=True)),
+        (3072, _step(64, 2, 1, 128, early=16, flushers=3, tensor_cores=True)),
+        (1 << 40, _step(64, 2, 2, 168, settle=8, interleave=8)),
     ),
 }
 # Up to how many such tiles stepwise decoding was faster than a cycle whose rows flush together, as small caches do.
-STEPWISE_WINS = {(False, 4): 64, (False, 2): 2048, (True, 4): 64, (True, 2): 1024}
+STEPWISE_WINS = {(False, 4): 0, (False, 2): 0, (True, 4): 0, (True, 2): 0}
 STEPWISE = {4: ((1536, _stepwise(16, 2)), (1 << 40, _stepwise(8, 1))), 2: ((1 << 40, _stepwise(32, 2)),)}
 MATERIALIZE = LaunchConfig("gluon", 32, 4)
 # The Gluon kernels hold tiles of these K; their ring loops take up to 32 rows at once.
 GLUON_K = (64, 128)
 GLUON_RING_LEN = 33
+MOST_ROWS_WITH_FLUSHERS = 64
 
 
 @cache
@@ -98,8 +116,10 @@ def step_config(batch: int, shape: Shape) -> LaunchConfig:
     """Configuration of the step kernel."""
     if not _gluon_fits(shape) or shape.ring_len > GLUON_RING_LEN:
         return _portable(shape)
-    config = _pick(STEP[shape.kda, shape.state_bytes], batch, shape)
-    return _with_tiles(config, shape)
+    config = _with_tiles(_pick(STEP[shape.kda, shape.state_bytes], batch, shape), shape)
+    if config.flushers == 0 or batch <= MOST_ROWS_WITH_FLUSHERS:
+        return config
+    return replace(config, flushers=0, settle=2, interleave=8)
 
 
 @cache

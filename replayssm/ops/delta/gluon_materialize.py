@@ -25,7 +25,7 @@ def delta_materialize_kernel(
     slot = gl.load(slot_indices + row).to(gl.int64)
     target = gl.load(dst_indices + row).to(gl.int64)
     owned = (slot != pad_slot_id) & (slot >= 0) & (slot < num_slots)
-    if owned & (target != pad_slot_id) & (target >= 0) & (target < num_dst_slots):
+    if owned & (target >= 0) & (target < num_dst_slots):
         offs_v = tile * BLOCK_V + gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, TILE))
         offs_k = gl.arange(0, K, layout=gl.SliceLayout(0, TILE))
         inner = gl.expand_dims(offs_v, 1) * K + gl.expand_dims(offs_k, 0)

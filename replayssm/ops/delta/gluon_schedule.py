@@ -45,11 +45,15 @@ def place(programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_
     """
     pid = gl.program_id(0)
     num_rows = gl.num_programs(0) // programs_a_row
-    block = pid // (INTERLEAVE * programs_a_row)
-    inside = pid - block * (INTERLEAVE * programs_a_row)
-    block_rows = gl.minimum(INTERLEAVE, num_rows - block * INTERLEAVE)
-    part = inside // block_rows
-    row = block * INTERLEAVE + inside - part * block_rows
+    if INTERLEAVE == 1:
+        row = pid // programs_a_row
+        part = pid % programs_a_row
+    else:
+        block = pid // (INTERLEAVE * programs_a_row)
+        inside = pid - block * (INTERLEAVE * programs_a_row)
+        block_rows = gl.minimum(INTERLEAVE, num_rows - block * INTERLEAVE)
+        part = inside // block_rows
+        row = block * INTERLEAVE + inside - part * block_rows
     if SETTLE > 0:
         row = settle_row(row, slot_indices, cursors, num_rows, num_slots, pad_slot_id, buffer_len, SETTLE)
     return row, part

@@ -14,6 +14,15 @@ copy_to_shared = (
 
 
 @gluon.jit
+def fetch_rows(smem, state, first: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr):
+    """Start copying ROWS V-rows of a state tile, from row `first` of it on."""
+    COPY: gl.constexpr = copy_layout(state.dtype.element_ty.primitive_bitwidth, K, gl.num_warps())
+    v = gl.expand_dims(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY)), 1)
+    k = gl.expand_dims(gl.arange(0, K, layout=gl.SliceLayout(0, COPY)), 0)
+    copy_to_shared(smem.slice(first, ROWS), state + v * K + k)
+
+
+@gluon.jit
 def fetch(
     smem, v_smem, state, values, t, start, committed, ring_len, stride_state_head, stride_values_head,
     K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_L: gl.constexpr, TILE: gl.constexpr,
@@ -24,10 +33,7 @@ def fetch(
     h = t // PER_HEAD
     col = t % PER_HEAD * BLOCK_V
     if TILE:
-        COPY: gl.constexpr = copy_layout(state.dtype.element_ty.primitive_bitwidth, K, gl.num_warps())
-        v = gl.expand_dims(gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, COPY)), 1)
-        k = gl.expand_dims(gl.arange(0, K, layout=gl.SliceLayout(0, COPY)), 0)
-        copy_to_shared(smem, state + h * stride_state_head + col * K + v * K + k)
+        fetch_rows(smem, state + h * stride_state_head + col * K, 0, BLOCK_V, K)
     if ROWS:
         COPY_V: gl.constexpr = copy_layout(values.dtype.element_ty.primitive_bitwidth, BLOCK_V, gl.num_warps())
         age = gl.arange(0, BLOCK_L, layout=gl.SliceLayout(1, COPY_V))
@@ -111,8 +117,9 @@ def flush_tiles(
     stride_out_head,
     K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_L: gl.constexpr, NUM_TILES: gl.constexpr,
     PAD_HEADS: gl.constexpr, KDA: gl.constexpr, TILE: gl.constexpr, VALUES: gl.constexpr,
+    begin, end,
 ):
-    """Replay the committed rows into every tile, write it, and compute outputs from what was written.
+    """Replay the committed rows into the tiles from `begin` to `end`, write them, and compute outputs from them.
 
     The rows are staged already, except for v, which comes with the tile.
     """
@@ -122,14 +129,14 @@ def flush_tiles(
     inner = gl.expand_dims(v, 1) * K + gl.expand_dims(gl.arange(0, K, layout=gl.SliceLayout(0, TILE)), 0)
     none = gl.full([BLOCK_V], 0.0, gl.float32, layout=IN_V)
     live = gl.expand_dims(gl.arange(0, BLOCK_L, layout=gl.SliceLayout(1, VALUES)) < committed, 1)
-    for t in range(NUM_TILES):
+    for t in range(begin, end):
         h = t // PER_HEAD
         col = t % PER_HEAD * BLOCK_V
         async_copy.wait_group(0)
         S = smem.load(TILE).to(gl.float32)
         values = gl.where(live, v_smem.load(VALUES).to(gl.float32), 0.0)
         if NUM_TILES > 1:
-            if t + 1 < NUM_TILES:
+            if t + 1 < end:
                 fetch(smem, v_smem, state, ring_v, t + 1, start, committed, ring_len, stride_state_head, stride_rv_head,
                       K, V, BLOCK_V, BLOCK_L, True, True)
         async_copy.commit_group()

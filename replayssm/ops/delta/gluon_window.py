@@ -13,13 +13,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.ops.delta.gluon_common import sigmoid
+from replayssm.ops.delta.gluon_early import give_hints
 from replayssm.ops.delta.gluon_layouts import tile_layout
 from replayssm.ops.delta.gluon_window_flush import load_flush_v, replay_tile, stage_flush
 from replayssm.ops.delta.gluon_window_gdn import gdn_tables
 from replayssm.ops.delta.gluon_window_kda import kda_tables
 from replayssm.ops.delta.gluon_window_solve import substitute
+from replayssm.ops.gluon_flushers import is_taken, share_of_work
 from replayssm.ops.gluon_window_parts import (
     columns_shared,
+    fetch_rest,
     fetch_tile,
     mma_layout,
     outputs_layout,
@@ -44,8 +47,8 @@ def delta_window_kernel(
     chunks_state_slot, chunks_state_head, stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head,
     stride_ru_slot, stride_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    BLOCK_V: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, SETTLE: gl.constexpr,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr,
+    BLOCK_V: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, SETTLE: gl.constexpr, HINT: gl.constexpr,
+    EARLY: gl.constexpr, FLUSHERS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr,
     KDA: gl.constexpr, RAW: gl.constexpr, HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     """One program: TILES tiles of BLOCK_V rows of the v-heads of one batch row and k-head."""
@@ -71,16 +74,32 @@ def delta_window_kernel(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, BLOCK_V // 8), order=[1, 0])
-    gdc_wait()
-    pid = gl.program_id(0)
-    chunk = pid % CHUNKS
-    k_head = (pid // CHUNKS % HK).to(gl.int64)
-    row = pid // (CHUNKS * HK)
-    if SETTLE:
-        row = settle_row(
-            row, slot_indices, query_start_loc, cursors, gl.num_programs(0) // (CHUNKS * HK), num_slots, pad_slot_id,
-            buffer_len,
+    A_ROW: gl.constexpr = CHUNKS * HK
+    num_rows = gl.num_programs(0) // A_ROW - FLUSHERS * TILES
+    row = gl.program_id(0) // A_ROW
+    part = gl.program_id(0) % A_ROW
+    if HINT > 0:
+        give_hints(
+            state, ring_k, ring_u, cursors, slot_indices + row, num_slots, ring_len, part % CHUNKS * TILES,
+            part // CHUNKS, chunks_state_slot, chunks_state_head, stride_rk_slot, stride_rk_head, stride_ru_slot,
+            stride_ru_head, GROUP, K, V, BLOCK_V, TILES, PER_HEAD, HEADS, HINT,
         )  # fmt: skip
+    gdc_wait()
+    begin = 0
+    end = TILES
+    if FLUSHERS > 0:
+        row, part, begin, end, flushes_only = share_of_work(
+            slot_indices, query_start_loc, cursors, num_rows, num_slots, pad_slot_id, buffer_len, A_ROW, TILES,
+            FLUSHERS, True,
+        )  # fmt: skip
+        if row >= num_rows:
+            return
+    elif SETTLE > 0:
+        row = settle_row(
+            row, slot_indices, query_start_loc, cursors, num_rows, num_slots, pad_slot_id, buffer_len, SETTLE
+        )
+    chunk = part % CHUNKS
+    k_head = (part // CHUNKS).to(gl.int64)
     slot = gl.load(slot_indices + row).to(gl.int64)
     first = gl.load(query_start_loc + row)
     length = gl.load(query_start_loc + row + 1) - first
@@ -98,22 +117,29 @@ def delta_window_kernel(
     # Strides of the state come in 16-byte chunks, which proves its alignment.
     stride_state_head = chunks_state_head * (128 // BITS)
     state += (slot * chunks_state_slot + head * chunks_state_head) * (128 // BITS) + first_v * K
-    for s in gl.static_range(STAGES):
-        if s < TILES:
-            to = state + (s // PER_HEAD * stride_state_head + s % PER_HEAD * BLOCK_V * K)
-            fetch_tile(tiles.index(s), to, K, BLOCK_V)
-        async_copy.commit_group()
+    # The ring's rows must not queue behind more than this before the cursors are known.
+    first_state = state + (begin // PER_HEAD * stride_state_head + begin % PER_HEAD * (BLOCK_V * K))
+    if EARLY > 0:
+        fetch_tile(tiles.index(0).slice(0, EARLY), first_state, K, EARLY)
     q += first * stride_q_token + k_head * stride_q_head
     k += first * stride_k_token + k_head * stride_k_head
     v += first * stride_v_token + head * stride_v_head + first_v
     g += first * stride_g_token + head * stride_g_head
     beta += first * stride_beta_token + head * stride_beta_head
     flush = (committed > 0) & (committed + length > gl.minimum(limit, buffer_len))
-    if (length == 0) & (not flush):
+    idle = (length == 0) & (not flush)
+    if FLUSHERS > 0:
+        if flush & (not flushes_only):
+            idle = is_taken(
+                row, slot_indices, query_start_loc, cursors, num_rows, num_slots, pad_slot_id, buffer_len, FLUSHERS,
+                True,
+            )  # fmt: skip
+    if idle:
+        async_copy.commit_group()
         async_copy.wait_group(0)
         return
     count = gl.where(flush, 0, committed) + length
-    end = start + committed + length - 1
+    last = start + committed + length - 1
     ring_k += slot * stride_rk_slot + k_head * stride_rk_head
     ring_v += slot * stride_rv_slot + head * stride_rv_head + first_v
     ring_u += slot * stride_ru_slot + head * stride_ru_head + first_v
@@ -128,12 +154,13 @@ def delta_window_kernel(
     age_u = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L2))
     u_mask = gl.expand_dims((age_u >= length) & (age_u < count), 1)
     u_rows = gl.expand_dims(wrap(start + count - 1 - age_u, ring_len) * V, 1) + cols
-    u_old = gl.load(ring_u + u_rows, mask=u_mask, other=0.0)
+    begin_col = begin % PER_HEAD * BLOCK_V
+    u_old = gl.load(ring_u + (begin // PER_HEAD * stride_ru_head + begin_col) + u_rows, mask=u_mask, other=0.0)
     v_token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L2))
     v_mask = gl.expand_dims(v_token < length, 1)
     v_rows = gl.expand_dims(v_token * stride_v_token, 1) + cols
-    v_ring = gl.expand_dims(wrap(end - (length - 1) + v_token, ring_len) * V, 1) + cols
-    v_new = gl.load(v + v_rows, mask=v_mask, other=0.0)
+    v_ring = gl.expand_dims(wrap(last - (length - 1) + v_token, ring_len) * V, 1) + cols
+    v_new = gl.load(v + (begin // PER_HEAD * stride_v_head + begin_col) + v_rows, mask=v_mask, other=0.0)
     b_head = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, LB)), 1)
     b_token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LB)), 0)
     b_new = beta + b_head * stride_beta_head + b_token * stride_beta_token
@@ -141,7 +168,15 @@ def delta_window_kernel(
     if RAW:
         b = gl.where(b_token < length, sigmoid(b), 0.0)
 
-    v_f = load_flush_v(ring_v, start, gl.where(flush, committed, 0), ring_len, V, BLOCK_V, ROWS)
+    begin_v = ring_v + (begin // PER_HEAD * stride_rv_head + begin_col)
+    v_f = load_flush_v(begin_v, start, gl.where(flush, committed, 0), ring_len, V, BLOCK_V, ROWS)
+    for s in gl.static_range(STAGES):
+        if s == 0:
+            fetch_rest(tiles.index(0), first_state, K, BLOCK_V, EARLY)
+        elif begin + s < end:
+            to = state + (s // PER_HEAD * stride_state_head + s % PER_HEAD * BLOCK_V * K)
+            fetch_tile(tiles.index(s), to, K, BLOCK_V)
+        async_copy.commit_group()
     # A flush's rows: where KDA's tables are dead, else early, as their loads take long.
     if not KDA:
         keys_at = gl.allocate_shared_memory(gl.float32, [ROWS * K], FLAT)
@@ -163,11 +198,12 @@ def delta_window_kernel(
     u_old_at = gl.allocate_shared_memory(ACT, [ROWS, BLOCK_V], SWIZZLED)
     v_at = gl.allocate_shared_memory(ACT, [TOKENS, BLOCK_V], FLAT)
     view(beta_at, [HEADS, TOKENS], PLAIN).store(b)
-    skipped = gl.where(first_v == 0, 0, 1)
+    # Of the window's rows, those that all V-rows share are appended once.
+    skipped = gl.where(begin == 0, gl.where(first_v == 0, 0, 1), HEADS)
     if KDA:
         kda_tables(
             keys, columns_at, weight_at, coef_at, q, k, g, ring_g, A_log + head, dt_bias + head * K, parents + first,
-            length, count, start, end, ring_len, first_v == 0, scale, lower_bound, stride_q_token, stride_k_token,
+            length, count, start, last, ring_len, skipped == 0, scale, lower_bound, stride_q_token, stride_k_token,
             stride_g_token, K, ROWS, TOKENS, MMA, LC, LS, TREE, RAW, HAS_BIAS, BOUNDED, NORM,
         )  # fmt: skip
     else:
@@ -179,7 +215,7 @@ def delta_window_kernel(
         columns_at.permute((1, 0)).store(columns)
         gdn_tables(
             keys, columns, weight_at, coef_at, scale_at, g, ring_g, A_log + head, dt_bias + head, parents + first,
-            length, count, start, end, ring_len, HEADS, skipped, scale, lower_bound, stride_g_token, stride_g_head,
+            length, count, start, last, ring_len, HEADS, skipped, scale, lower_bound, stride_g_token, stride_g_head,
             stride_rg_head, HEADS, ROWS, TOKENS, MMA, LC, LS, TREE, RAW, HAS_BIAS, BOUNDED, NORM,
         )  # fmt: skip
 
@@ -195,40 +231,40 @@ def delta_window_kernel(
             )  # fmt: skip
 
     # Append the window; u follows with the outputs.
-    b_at = ring_beta + b_head * stride_rb_head + wrap(end - (length - 1) + b_token, ring_len)
+    b_at = ring_beta + b_head * stride_rb_head + wrap(last - (length - 1) + b_token, ring_len)
     gl.store(b_at, b, mask=(b_head >= skipped) & (b_token < length))
-    if chunk == 0:
-        key_end = ring_k + (gl.expand_dims(wrap(end - age, ring_len) * K, 1) + inner)
+    if (chunk == 0) & (begin == 0):
+        key_end = ring_k + (gl.expand_dims(wrap(last - age, ring_len) * K, 1) + inner)
         gl.store(key_end, keys, mask=gl.expand_dims(age < length, 1))
     gdc_launch_dependents()
 
     flush_at = gl.allocate_shared_memory(ACT, [ROWS * BLOCK_V], FLAT)
     v_row = gl.expand_dims(gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, LOUT)), 1)
     n = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LOUT)), 0)
-    u_at = v_row + wrap(end - (length - 1) + n, ring_len) * V
+    u_at = v_row + wrap(last - (length - 1) + n, ring_len) * V
     o_at = v_row + (n - TOKENS) * stride_out_token
     out += first_v
     # A bound that the compiler does not fold: Triton 3.6 crashes on the single turn of one tile.
-    for i in range(gl.minimum(committed + TILES, TILES)):
+    for i in range(begin, gl.minimum(committed + end, end)):
         h = i // PER_HEAD
         col = i % PER_HEAD * BLOCK_V
         u_old_at.store(u_old)
         view(v_at, [TOKENS, BLOCK_V], PLAIN).store(v_new)
         gl.store(ring_v + (h * stride_rv_head + col) + v_ring, v_new, mask=v_mask)
-        if i + 1 < TILES:
+        if i + 1 < end:
             next_h, next_col = (i + 1) // PER_HEAD, (i + 1) % PER_HEAD * BLOCK_V
             u_old = gl.load(ring_u + (next_h * stride_ru_head + next_col) + u_rows, mask=u_mask, other=0.0)
             v_new = gl.load(v + (next_h * stride_v_head + next_col) + v_rows, mask=v_mask, other=0.0)
-        tile = tiles.index(i % STAGES)
+        tile = tiles.index((i - begin) % STAGES)
         async_copy.wait_group(STAGES - 1)
         ahead = state + (i + STAGES) // PER_HEAD * stride_state_head + (i + STAGES) % PER_HEAD * BLOCK_V * K
         if flush:
             old = tile.load(TILE)
-            if i + STAGES < TILES:
+            if i + STAGES < end:
                 fetch_tile(tile, ahead, K, BLOCK_V)
             async_copy.commit_group()
             values = v_f
-            if i + 1 < TILES:
+            if i + 1 < end:
                 next_v = ring_v + ((i + 1) // PER_HEAD * stride_rv_head + (i + 1) % PER_HEAD * BLOCK_V)
                 v_f = load_flush_v(next_v, start, committed, ring_len, V, BLOCK_V, ROWS)
             here = state + (h * stride_state_head + col * K)
@@ -239,7 +275,7 @@ def delta_window_kernel(
             S = gl.convert_layout(new, LS)
         else:
             S = tile.load(LS)
-            if i + STAGES < TILES:
+            if i + STAGES < end:
                 fetch_tile(tile, ahead, K, BLOCK_V)
             async_copy.commit_group()
         zero = gl.zeros([BLOCK_V, COLUMNS], gl.float32, layout=MMA)

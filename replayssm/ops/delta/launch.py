@@ -14,6 +14,7 @@ from replayssm.config import GDNSpec, KDASpec
 from replayssm.ops.delta import configs
 from replayssm.ops.delta.configs import LaunchConfig, Shape
 from replayssm.ops.delta.window_launch import delta_window
+from replayssm.ops.delta.window_launch import window_route as window_route
 from replayssm.ops.device import check_one_token, device_arch, is_aligned
 
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,7 +69,8 @@ def delta_step(
     if config is None:
         config = configs.step_config(batch, layer_shape(state, k.shape[1], g, ring_v, ring_u))
     kernel, options = _kernel("step", config, state, k.shape[1])
-    kernel[(_tiles(config, state) // config.num_tiles * batch,)](
+    tiles = _tiles(config, state)
+    kernel[(tiles // config.num_tiles * batch + tiles * config.flushers,)](
         *(q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias),
         *(state, *rings, cursors, slot_indices, out),
         *(state.shape[0], ring_k.shape[2], buffer_len, pad_slot_id, scale, lower_bound or 0.0),
@@ -204,7 +206,9 @@ def _kernel(name: str, config: LaunchConfig, state: torch.Tensor, num_k_heads: i
         return _function("triton", name), options | {"BLOCK_K": triton.next_power_of_2(k_dim)}
     if name == "step":
         options |= {"NUM_TILES": config.num_tiles, "STAGES": config.stages}
-        options |= {"SETTLE": config.settle, "INTERLEAVE": config.interleave}
+        options |= {"EARLY": config.block_v if config.early is None else config.early}
+        options |= {"SETTLE": config.settle, "INTERLEAVE": config.interleave, "HINT": config.hint}
+        options |= {"FLUSHERS": config.flushers, "TENSOR_CORES": config.tensor_cores}
     options |= {"maxnreg": config.max_registers, "launch_pdl": config.pdl}
     return _function("gluon", name), options
 

@@ -13,6 +13,7 @@ import torch
 from replayssm.cursors import must_flush
 from replayssm.ops.delta.gates import l2norm, log_decay_and_beta
 from replayssm.ops.rows import compute_dtype, is_pad, iterate_rows
+from replayssm.ops.stored import StoredState, read_copy
 
 
 def delta_step(
@@ -41,6 +42,12 @@ def delta_step(
     lower_bound: float | None,
     max_window_len: int,
     parents: torch.Tensor | None = None,
+    read_codes: torch.Tensor | None = None,
+    read_scales: torch.Tensor | None = None,
+    read_global: torch.Tensor | None = None,
+    state_scales: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    stream: int = 0,
 ) -> None:
     """Append a window of tokens to the ring and compute their outputs; a full row first flushes its ring.
 
@@ -50,17 +57,24 @@ def delta_step(
     committed token (None: windows are chains).
     In and out: state [S, HV, V, K]; ring_k [S, HK, R, K] (before the norm); ring_v, ring_u [S, HV, R, V];
     ring_g [S, HV, R] or [S, HV, R, K] and ring_beta [S, HV, R] (processed). Out: out [T, HV, V].
+    read_codes, read_scales, read_global: a read copy (`replayssm.quant`, its format by the dtype of the codes), which
+    outputs and u are computed from and a flush renews; state_scales [S, HV, V] fp32, where state holds e4m3 codes;
+    seeds [S] int64 and stream: a flush rounds a 16- or 8-bit state stochastically (`replayssm.rounding`).
     """
     g, beta = log_decay_and_beta(g, beta, A_log, dt_bias, lower_bound, compute_dtype(state))
+    stored = StoredState(state, state_scales, read_copy(read_codes, read_scales, read_global), seeds, cursors, stream)
     for slot, tokens in iterate_rows(slot_indices, query_start_loc):
         if is_pad(slot, len(state), pad_slot_id):
             out[tokens] = 0
             continue
         start, num_committed, limit, _ = cursors[slot].tolist()
-        S = _replay(state, slot, start, num_committed, ring_k, ring_v, ring_g, ring_beta, use_qk_l2norm)
+        at = slot_indices.new_tensor([slot]).long()
+        committed = (slot, start, num_committed, ring_k, ring_v, ring_g, ring_beta, use_qk_l2norm)
         if must_flush(num_committed, len(tokens), buffer_len, limit):
-            state[slot] = S
-            S = state[slot].to(S.dtype)
+            stored.write(at, _replay(stored.checkpoint(at)[0], *committed)[None])
+            S = stored.for_reads(at)[0]
+        else:
+            S = _replay(stored.for_reads(at)[0], *committed)
         after: dict[int, torch.Tensor] = {-1: S}
         for i, t in enumerate(tokens):
             S = after[i - 1 if parents is None else int(parents[t])]
@@ -91,16 +105,25 @@ def delta_stepwise(
     use_qk_l2norm: bool,
     lower_bound: float | None,
     max_window_len: int,
+    cursors: torch.Tensor | None = None,
+    state_scales: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    stream: int = 0,
 ) -> None:
-    """Ordinary decoding: read, update and write the state for every token (rounded to its dtype each time)."""
+    """Ordinary decoding: read, update and write the state for every token (rounded to its format each time).
+
+    In: as `delta_step`. With seeds, token i of a row rounds as if i flushes more had been made than cursors count.
+    """
     g, beta = log_decay_and_beta(g, beta, A_log, dt_bias, lower_bound, compute_dtype(state))
+    stored = StoredState(state, state_scales, None, seeds, cursors, stream)
     for slot, tokens in iterate_rows(slot_indices, query_start_loc):
         if is_pad(slot, len(state), pad_slot_id):
             out[tokens] = 0
             continue
-        for t in tokens:
-            S, _ = _update(state[slot].to(compute_dtype(state)), k[t], v[t], g[t], beta[t], use_qk_l2norm)
-            state[slot] = S
+        at = slot_indices.new_tensor([slot]).long()
+        for i, t in enumerate(tokens):
+            S, _ = _update(stored.checkpoint(at)[0], k[t], v[t], g[t], beta[t], use_qk_l2norm)
+            stored.write(at, S[None], offset=i)
             out[t] = _output(S, q[t], scale, use_qk_l2norm)
 
 
@@ -129,12 +152,13 @@ def delta_materialize(
             continue
         start, count, _, _ = cursors[slot].tolist()
         count = count if num_tokens is None else min(count, int(num_tokens[row]))
-        S = _replay(state, slot, start, count, ring_k, ring_v, ring_g, ring_beta, use_qk_l2norm)
+        S = state[slot].to(compute_dtype(state))
+        S = _replay(S, slot, start, count, ring_k, ring_v, ring_g, ring_beta, use_qk_l2norm)
         dst[int(dst_indices[row])] = S.to(dst.dtype)
 
 
 def _replay(
-    state: torch.Tensor,
+    S: torch.Tensor,
     slot: int,
     start: int,
     count: int,
@@ -144,7 +168,6 @@ def _replay(
     ring_beta: torch.Tensor,
     use_qk_l2norm: bool,
 ) -> torch.Tensor:
-    S = state[slot].to(compute_dtype(state))
     for j in range(count):
         row = (slot, slice(None), (start + j) % ring_k.shape[2])
         S, _ = _update(S, ring_k[row], ring_v[row], ring_g[row], ring_beta[row], use_qk_l2norm)

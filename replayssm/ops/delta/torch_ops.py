@@ -12,6 +12,7 @@ from replayssm.cursors import NUM_COMMITTED, flush_mask, real_slots
 from replayssm.ops import batch as rows
 from replayssm.ops.delta.gates import l2norm, log_decay_and_beta
 from replayssm.ops.rows import compute_dtype
+from replayssm.ops.stored import StoredState, read_copy
 
 
 def delta_step(
@@ -40,24 +41,33 @@ def delta_step(
     lower_bound: float | None,
     max_window_len: int,
     parents: torch.Tensor | None = None,
+    read_codes: torch.Tensor | None = None,
+    read_scales: torch.Tensor | None = None,
+    read_global: torch.Tensor | None = None,
+    state_scales: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    stream: int = 0,
 ) -> None:
     """See `replayssm.ops.delta.reference.delta_step`."""
     out.zero_()
     batch = rows.make_batch(slot_indices, query_start_loc, len(state), pad_slot_id, parents)
+    read = read_copy(read_codes, read_scales, read_global)
+    stored = StoredState(state, state_scales, read, seeds, cursors, stream)
     dtype, mine, ring_len = compute_dtype(state), cursors[batch.slots], ring_k.shape[2]
     flush = flush_mask(mine, batch.window_lens, buffer_len)
     counts = mine[:, NUM_COMMITTED]
     if flush.any():
         full = rows.committed_rows(batch.slots[flush], mine[flush], counts[flush], ring_len)
-        S = _replay(state, ring_k, ring_v, ring_g, ring_beta, full, use_qk_l2norm)
-        state[full.slots] = S.to(state.dtype)
+        S = _replay(stored.checkpoint(full.slots), ring_k, ring_v, ring_g, ring_beta, full, use_qk_l2norm)
+        stored.write(full.slots, S)
     g, beta = log_decay_and_beta(g, beta, A_log, dt_bias, lower_bound, dtype)
     window = {n: batch.take(t, dtype) for n, t in {"k": k, "v": v, "g": g, "beta": beta}.items()}
     older = rows.committed_rows(batch.slots, mine, counts.masked_fill(flush, 0), ring_len)
     ring_rows = {n: older.take(r, dtype) for n, r in {"k": ring_k, "u": ring_u, "g": ring_g}.items()}
     queries = batch.take(q, dtype)
     queries = (l2norm(queries) if use_qk_l2norm else queries) * scale
-    o, window["u"] = _read(state, ring_rows, older, window, batch, queries, use_qk_l2norm)
+    S = stored.for_reads(batch.slots)
+    o, window["u"] = _read(S, ring_rows, older, window, batch, queries, use_qk_l2norm)
     batch.put(out, o)
     positions = rows.append_positions(mine, batch.tokens.shape[1], ring_len)
     rings = {"k": ring_k, "v": ring_v, "u": ring_u, "g": ring_g, "beta": ring_beta}
@@ -83,10 +93,15 @@ def delta_stepwise(
     use_qk_l2norm: bool,
     lower_bound: float | None,
     max_window_len: int,
+    cursors: torch.Tensor | None = None,
+    state_scales: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    stream: int = 0,
 ) -> None:
     """See `replayssm.ops.delta.reference.delta_stepwise`."""
     out.zero_()
     batch = rows.make_batch(slot_indices, query_start_loc, len(state), pad_slot_id)
+    stored = StoredState(state, state_scales, None, seeds, cursors, stream)
     dtype = compute_dtype(state)
     g, beta = log_decay_and_beta(g, beta, A_log, dt_bias, lower_bound, dtype)
     q, k, v, g, beta = (batch.take(t, dtype) for t in (q, k, v, g, beta))
@@ -95,9 +110,9 @@ def delta_stepwise(
     for i in range(batch.tokens.shape[1]):
         here = batch.present[:, i]
         slots = batch.slots[here]
-        S = state[slots].to(dtype)
+        S = stored.checkpoint(slots)
         _update_(S, k[here, i], v[here, i], g[here, i], beta[here, i])
-        state[slots] = S.to(state.dtype)
+        stored.write(slots, S, offset=i)
         o[here, i] = torch.einsum("bhvk,bhk->bhv", S, q[here, i] * scale)
     batch.put(out, o)
 
@@ -125,12 +140,12 @@ def delta_materialize(
     if num_tokens is not None:
         counts = torch.minimum(counts, num_tokens[real])
     committed = rows.committed_rows(slots, mine, counts, ring_k.shape[2])
-    S = _replay(state, ring_k, ring_v, ring_g, ring_beta, committed, use_qk_l2norm)
+    S = _replay(StoredState(state).checkpoint(slots), ring_k, ring_v, ring_g, ring_beta, committed, use_qk_l2norm)
     dst[dst_indices[real].long()] = S.to(dst.dtype)
 
 
 def _replay(
-    state: torch.Tensor,
+    S: torch.Tensor,
     ring_k: torch.Tensor,
     ring_v: torch.Tensor,
     ring_g: torch.Tensor,
@@ -138,11 +153,9 @@ def _replay(
     committed: rows.Committed,
     use_qk_l2norm: bool,
 ) -> torch.Tensor:
-    """State [b, HV, V, K] after the committed rows; absent rows have k = 0, g = 0, beta = 0, which change nothing."""
-    dtype = compute_dtype(state)
-    k, v, g, beta = (committed.take(ring, dtype) for ring in (ring_k, ring_v, ring_g, ring_beta))
+    """S [b, HV, V, K], changed in place, after the committed rows; absent ones (k, g, beta = 0) change nothing."""
+    k, v, g, beta = (committed.take(ring, S.dtype) for ring in (ring_k, ring_v, ring_g, ring_beta))
     k = _heads(l2norm(k) if use_qk_l2norm else k, v)
-    S = state[committed.slots].to(dtype)
     for j in range(k.shape[1]):
         _update_(S, k[:, j], v[:, j], g[:, j], beta[:, j])
     return S
@@ -156,7 +169,7 @@ def _update_(S: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor,
 
 
 def _read(
-    state: torch.Tensor,
+    S: torch.Tensor,
     ring_rows: dict[str, torch.Tensor],
     committed: rows.Committed,
     window: dict[str, torch.Tensor],
@@ -164,7 +177,7 @@ def _read(
     queries: torch.Tensor,
     use_qk_l2norm: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and u [b, T, HV, V] of the window, from the checkpoint and u of the committed rows."""
+    """Outputs and u [b, T, HV, V] of the window, from the states S [b, HV, V, K] and u of the committed rows."""
     v, J = window["v"], ring_rows["k"].shape[1]
     keys = torch.cat([ring_rows["k"], window["k"]], 1)
     keys = _heads(l2norm(keys) if use_qk_l2norm else keys, v)
@@ -173,7 +186,6 @@ def _read(
     total, between = rows.decay_sums(older_g, window_g, batch.parents)
     seen = rows.seen_rows(committed.present, batch)
     weighted = between.masked_fill(~seen[..., None, None], -torch.inf).exp() * keys[:, None]
-    S = state[batch.slots].to(v.dtype)
     read = torch.einsum("bhvk,nbthk->nbthv", S, torch.stack([keys[:, J:], queries]) * total.exp())
     scores = torch.einsum("btjhk,nbthk->nbhtj", weighted, torch.stack([keys[:, J:], queries]))
     read = read + torch.einsum("nbhtj,bjhv->nbthv", scores[..., :J], ring_rows["u"])

@@ -22,7 +22,7 @@ def delta_materialize_kernel(
     slot = tl.load(slot_indices + row).to(tl.int64)
     target = tl.load(dst_indices + row).to(tl.int64)
     owned = (slot != pad_slot_id) & (slot >= 0) & (slot < num_slots)
-    if owned & (target != pad_slot_id) & (target >= 0) & (target < num_dst_slots):
+    if owned & (target >= 0) & (target < num_dst_slots):
         offs_k = tl.arange(0, BLOCK_K)
         offs_v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         mask_k = offs_k < K

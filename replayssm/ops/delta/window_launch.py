@@ -10,8 +10,9 @@ import torch
 import triton
 
 from replayssm.checks import fail
+from replayssm.config import GDNSpec, KDASpec
 from replayssm.ops.device import GLUON_ARCHS
-from replayssm.ops.window_config import WindowConfig, window_arch, window_rows
+from replayssm.ops.window_config import WindowConfig, fast_arch, window_arch, window_rows
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class WindowShape:
 
 # From this many tiles of 64 V-rows in the batch on: tiles a program; measured on one H200.
 TILES = ((16384, 8), (4096, 4), (2048, 2), (0, 1))
+# Batches up to this many rows have programs for a quarter of them that only flush, those above settle.
+MOST_ROWS_WITH_FLUSHERS = 16
 
 
 @cache
@@ -39,23 +42,36 @@ def window_config(batch: int, shape: WindowShape) -> WindowConfig:
     if not _gluon_fits(shape):
         rows = max(4, 2048 // triton.next_power_of_2(shape.head_k_dim))
         return WindowConfig("triton", min(rows, triton.next_power_of_2(shape.head_v_dim)), 4)
-    block_v = 32 if batch <= 2 else 64
-    tiles = shape.num_v_heads // shape.num_k_heads * shape.head_v_dim // block_v
-    total = batch * shape.num_k_heads * tiles
-    num_tiles = next(n for least, n in TILES if total >= least and tiles % n == 0)
     # The caps on registers were tuned where they are measured; elsewhere they would spill.
     capped = shape.arch == "sm90" and shape.window_len <= (4 if shape.kda else 8) and shape.rows <= 16
-    stages = 2 if shape.state_bytes == 2 else 1
-    return WindowConfig(
-        "gluon",
-        block_v,
-        block_v // 16,
-        num_tiles,
-        min(stages, num_tiles),
-        168 if capped else None,
-        batch > 2,
-        batch <= 32,
-    )
+    registers = 168 if capped else None
+    if batch <= 2:
+        early = None if shape.kda else 8
+        return WindowConfig("gluon", 32, 2, max_registers=registers, dependent=True, hint=2, early=early)
+    tiles = shape.num_v_heads // shape.num_k_heads * shape.head_v_dim // 64
+    total = batch * shape.num_k_heads * tiles
+    if batch <= MOST_ROWS_WITH_FLUSHERS and tiles % 2 == 0:
+        stages = 2 if shape.state_bytes == 4 and total <= 768 else 1
+        flushers = -(-batch // 4)
+        return WindowConfig("gluon", 64, 4, 2, stages, registers, dependent=True, early=16, flushers=flushers)
+    num_tiles = next(n for least, n in TILES if total >= least and tiles % n == 0)
+    settle = 8 if batch >= 128 else 2
+    return WindowConfig("gluon", 64, 4, num_tiles, 1, registers, settle, batch <= 32)
+
+
+def window_route(
+    state_dtype: torch.dtype,
+    batch: int,
+    spec: GDNSpec,
+    device: torch.device,
+    buffer_len: int,
+    max_window_len: int,
+    activation: torch.dtype,
+) -> str:
+    """One line that names the kernel and the configuration of a window step of a contiguous cache."""
+    dims = (spec.num_k_heads, spec.num_v_heads, spec.head_k_dim, spec.head_v_dim, isinstance(spec, KDASpec))
+    rows, arch = window_rows(buffer_len, max_window_len), fast_arch(device, activation)
+    return str(window_config(batch, WindowShape(*dims, state_dtype.itemsize, max_window_len, rows, arch)))
 
 
 def _gluon_fits(shape: WindowShape) -> bool:
@@ -156,4 +172,5 @@ def _gluon(
     heads, v_dim, k_dim = state.shape[1:]
     options: dict[str, Any] = {"HV": heads, "K": k_dim, "V": v_dim, "BLOCK_V": config.block_v}
     options |= config.gluon_options(max(4, triton.next_power_of_2(max_window_len)))
-    return delta_window_kernel, (batch * heads * v_dim // (config.block_v * config.num_tiles),), options
+    tiles = heads * v_dim // config.block_v
+    return delta_window_kernel, (batch * tiles // config.num_tiles + config.flushers * tiles,), options

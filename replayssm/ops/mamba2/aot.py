@@ -61,13 +61,14 @@ def _gluon_case(label: str, dims: tuple[int, int, int, int], state: str, arch: s
     constexprs: dict[str, Any] = dict(zip(("H", "G", "P", "N"), dims, strict=True))
     constexprs |= {"HAS_D": True, "HAS_Z": False, "HAS_BIAS": True, "SOFTPLUS": True, "R": 17, "ROWS": 16, "PDL": True}
     constexprs |= {"BV": config.block_v, "APPENDERS": config.appenders, "SETTLE": config.settle}
-    constexprs["num_warps"] = config.num_warps
+    constexprs |= {"HINT": config.hint, "num_warps": config.num_warps}
     options = launch_options(config.num_warps, config.max_registers)
     if config.kernel == "tile":
         kernel: Any = gluon_tile.mamba2_tile_kernel
-        constexprs["HEADS"] = config.heads
+        constexprs |= {"HEADS": config.heads, "RING_FIRST": config.ring_first}
     else:
         kernel = gluon_tiles.mamba2_tiles_kernel
         constexprs |= {"TURNS": config.turns, "STAGES": config.stages}
+        constexprs |= {"RING_FIRST": config.ring_first, "FLUSHERS": config.flushers}
     name = f"step-{label}-{configs.describe(config)}"
     return AotCase(name, kernel, state, constexprs, options, (arch,), _argument, gluon=True)

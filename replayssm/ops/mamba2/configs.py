@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,10 @@ class LaunchConfig:
     A tile is `heads` heads of `block_v` V-rows; "tiles" has a warp a head and `turns` tiles (0: all V-rows), `stages`
     of them in flight. pdl: programmatic dependent launch. `appenders` programs a row write the new tokens after all
     others (0, "tile" only: each program its own). In the last 1 / `settle` of the rows, those that flush trade places
-    with early ones (0: none).
+    with early ones (0: none). ring_first: the checkpoint ("tiles": all but its
+    first tile) is requested after the ring's rows, which then do not queue behind it. hint: before the previous kernel
+    is done, ask the memory for the state (1), and for the ring's rows (2); not with settle. flushers ("tiles" only): so
+    many flushing rows have programs of their own, a tile each (in batches of at most 64 rows, without settle and hint).
     """
 
     kernel: str
@@ -27,6 +31,9 @@ class LaunchConfig:
     pdl: bool = False
     appenders: int = 0
     settle: int = 0
+    ring_first: bool = False
+    hint: int = 0
+    flushers: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,11 +49,11 @@ class Shape:
     arch: str
 
 
-def _tile(heads: int, block_v: int, num_warps: int, **more: int) -> LaunchConfig:
+def _tile(heads: int, block_v: int, num_warps: int, **more: Any) -> LaunchConfig:
     return LaunchConfig("tile", block_v, num_warps, heads, pdl=True, max_registers=more.pop("registers", None), **more)
 
 
-def _tiles(heads: int, registers: int, **more: int) -> LaunchConfig:
+def _tiles(heads: int, registers: int, **more: Any) -> LaunchConfig:
     return LaunchConfig("tiles", 16, heads, heads, max_registers=registers, pdl=True, **{"turns": 0, **more})
 
 
@@ -54,20 +61,24 @@ def _tiles(heads: int, registers: int, **more: int) -> LaunchConfig:
 # fits the layer's shape is used. `block_v` is for d_state 128 and scales with it. Measured on one H200 (docs: the log).
 STEP = {
     4: (
-        (2, (_tile(1, 64, 8), _tile(2, 16, 4), _tile(4, 16, 4))),
-        (4, (_tile(1, 32, 4, appenders=4), _tile(4, 16, 4, appenders=4))),
+        (2, (_tile(1, 64, 8, hint=1), _tile(2, 16, 4, hint=1), _tile(4, 16, 4, hint=1))),
+        (4, (_tile(1, 64, 4, registers=128, appenders=4), _tile(2, 16, 4), _tile(4, 16, 4, appenders=4))),
+        (
+            16,
+            (
+                _tiles(2, 168, turns=2, stages=2, appenders=4, ring_first=True, flushers=1),
+                _tile(4, 16, 4, appenders=4, settle=2),
+            ),
+        ),
         (48, (_tile(1, 64, 4, registers=128, appenders=4, settle=2), _tile(4, 16, 4, appenders=4, settle=2))),
         (96, (_tiles(2, 168, stages=2, appenders=4, settle=2),)),
         (1 << 30, (_tiles(4, 128, turns=4, appenders=4, settle=2), _tiles(2, 168, stages=2, appenders=4, settle=2))),
     ),
     2: (
-        (2, (_tile(1, 64, 8), _tile(4, 16, 4))),
-        (4, (_tile(1, 64, 4, registers=128, appenders=4), _tile(4, 16, 4, appenders=4))),
-        (24, (_tile(1, 64, 4, registers=128, appenders=4, settle=2), _tile(4, 16, 4, appenders=4, settle=2))),
-        (
-            48,
-            (_tiles(2, 168, turns=2, stages=2, appenders=4, settle=2), _tiles(4, 128, turns=1, appenders=4, settle=2)),
-        ),
+        (2, (_tile(1, 64, 8, hint=1), _tile(2, 16, 4, hint=1), _tile(4, 16, 4, hint=1))),
+        (4, (_tile(1, 64, 4, registers=128, appenders=4, hint=1), _tile(4, 16, 4, appenders=4, hint=1))),
+        (24, (_tile(1, 64, 4, registers=128, appenders=4, hint=1), _tiles(4, 128, turns=1, appenders=4, hint=1))),
+        (48, (_tiles(2, 168, stages=2, appenders=4, flushers=3),)),
         (96, (_tiles(2, 168, stages=2, appenders=4, settle=2),)),
         (1 << 30, (_tiles(4, 128, stages=2, appenders=4, settle=4),)),
     ),
@@ -107,9 +118,12 @@ def step_config(batch: int, shape: Shape) -> LaunchConfig:
         for config in (*choices, _tile(1, 16, 4), _tile(1, 16, 2)):
             config = replace(config, block_v=max(config.block_v * 128 // shape.d_state, 4))
             if fits(config, shape):
-                # The caps on registers were tuned where they are measured; elsewhere they would spill.
-                free = shape.arch != "sm90" or (shape.d_state > 128 and config.kernel == "tile")
-                registers = None if free else config.max_registers
+                # The caps on registers were tuned where they are measured; elsewhere nothing may spill.
+                registers = config.max_registers
+                if shape.arch != "sm90":
+                    registers = 240 if config.flushers else None
+                elif shape.d_state > 128 and config.kernel == "tile":
+                    registers = None
                 turns = config.turns or shape.head_dim // config.block_v
                 return replace(config, turns=turns, max_registers=registers)
     return LaunchConfig("triton", 16 if shape.head_dim % 32 else 32, 4)
@@ -123,8 +137,8 @@ def stepwise_config(batch: int, shape: Shape) -> LaunchConfig:
     return replace(config, pdl=config.pdl and shape.arch in FAST_ARCHS)
 
 
-# Up to this batch stepwise decoding takes less time than a step: a 16-bit state is too small for the ring to pay.
-STEPWISE_WINS = {4: 0, 2: 4}
+# Up to this batch stepwise decoding takes less time than a step, by the size of a state's element.
+STEPWISE_WINS = {4: 0, 2: 0}
 
 
 def stepwise_wins(batch: int, shape: Shape) -> bool:

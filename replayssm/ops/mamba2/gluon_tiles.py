@@ -13,7 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from replayssm.ops.gluon_flushers import is_taken, share_of_work
 from replayssm.ops.mamba2.gluon_append import append_token
+from replayssm.ops.mamba2.gluon_early import give_hints
 from replayssm.ops.mamba2.gluon_flush import flush_tile, settle_row
 from replayssm.ops.mamba2.gluon_layouts import (
     pieces,
@@ -47,7 +49,8 @@ def mamba2_tiles_kernel(
     state_slot, state_head, ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head,
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
     BV: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
-    APPENDERS: gl.constexpr, SETTLE: gl.constexpr,
+    APPENDERS: gl.constexpr, SETTLE: gl.constexpr, HINT: gl.constexpr,
+    RING_FIRST: gl.constexpr, FLUSHERS: gl.constexpr,
     HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -69,11 +72,20 @@ def mamba2_tiles_kernel(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     BYTES: gl.constexpr = state_desc.block_type.nbytes
+    if HINT > 0:
+        # Without SETTLE a program knows its row from its place in the grid alone.
+        guess = gl.minimum(gl.program_id(0), num_items - 1)
+        hint_h = ((guess % ITEMS) // PARTS * num_warps).to(gl.int64)
+        give_hints(
+            state_ptr, ring_x_ptr, ring_B_ptr, cursors_ptr, slot_indices_ptr + guess // ITEMS, num_slots, hint_h,
+            guess % PARTS * (TURNS * BV), hint_h // (H // G), state_slot, state_head, ring_x_slot, ring_x_head,
+            ring_B_slot, ring_B_group, P, N, R, num_warps, TURNS * BV, HINT,
+        )  # fmt: skip
     if PDL:
         # Everything below may depend on the kernel before; the kernel after may come on as soon as there is room.
         gdc_wait()
         gdc_launch_dependents()
-    item = gl.program_id(0)
+    item = gl.program_id(0) - FLUSHERS * ITEMS * TURNS
     if item >= num_items:
         row = ((item - num_items) // APPENDERS).to(gl.int64)
         append_token(
@@ -83,9 +95,21 @@ def mamba2_tiles_kernel(
             ring_dt_slot, ring_dt_head, H, G, P, N, R, H // APPENDERS, HAS_BIAS, SOFTPLUS, num_warps,
         )  # fmt: skip
         return
-    row = settle_row(
-        item // ITEMS, num_items // ITEMS, slot_indices_ptr, cursors_ptr, num_slots, buffer_len, pad_slot_id, SETTLE
-    ).to(gl.int64)
+    begin = 0
+    end = TURNS
+    if FLUSHERS > 0:
+        num_rows = num_items // ITEMS
+        row, item, begin, end, flushes_only = share_of_work(
+            slot_indices_ptr, slot_indices_ptr, cursors_ptr, num_rows, num_slots, pad_slot_id, buffer_len, ITEMS, TURNS,
+            FLUSHERS, False,
+        )  # fmt: skip
+        if row >= num_rows:
+            return
+    else:
+        row = settle_row(
+            item // ITEMS, num_items // ITEMS, slot_indices_ptr, cursors_ptr, num_slots, buffer_len, pad_slot_id, SETTLE
+        )
+    row = row.to(gl.int64)
     part = item % PARTS
     first_h = (item % ITEMS) // PARTS * num_warps
     g = (first_h // (H // G)).to(gl.int64)
@@ -118,12 +142,23 @@ def mamba2_tiles_kernel(
     limit = gl.load(cursor + 2)
     for i in gl.static_range(STAGES):
         mbarrier.init(arrived.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.expect(arrived.index(i), BYTES)
-    for i in gl.static_range(STAGES):
-        where = [slot, first_h, (part * TURNS + i) * BV, 0]
-        load_tile(state_desc, where, arrived.index(i), tiles.index(i))
+    # With RING_FIRST only one tile is requested before the ring's rows, which else queue behind all of them.
+    AT_ONCE: gl.constexpr = 1 if RING_FIRST else STAGES
+    for i in gl.static_range(AT_ONCE):
+        mbarrier.expect(arrived.index(i), BYTES, pred=begin + i < end)
+        where = [slot, first_h, (part * TURNS + begin + i) * BV, 0]
+        load_tile(state_desc, where, arrived.index(i), tiles.index(i), pred=begin + i < end)
     flush = (committed > 0) & (committed + 1 > gl.minimum(limit, buffer_len))
+    if FLUSHERS > 0:
+        if flush & (not flushes_only):
+            if is_taken(
+                row, slot_indices_ptr, slot_indices_ptr, cursors_ptr, num_rows, num_slots, pad_slot_id, buffer_len,
+                FLUSHERS, False,
+            ):  # fmt: skip
+                # Nothing may be on its way to the shared memory of a program that is gone.
+                for i in gl.static_range(AT_ONCE):
+                    mbarrier.wait(arrived.index(i), 0)
+                return
     live = gl.where(flush, 0, committed)
     ring_B = ring_B_ptr + base * ring_B_slot + g * ring_B_group
     ring_x = ring_x_ptr + base * ring_x_slot + h * ring_x_head
@@ -134,6 +169,10 @@ def mamba2_tiles_kernel(
     x0 = load_ring_x(x_new, ring_x, start, live, first_v, ROWS, P, R, WIDTHS[0], LX0)
     if WIDTHS[1] > 0:
         x1 = load_ring_x(x_new, ring_x, start, live, first_v + WIDTHS[0], ROWS, P, R, WIDTHS[1], LX1)
+    for i in gl.static_range(AT_ONCE, STAGES):
+        mbarrier.expect(arrived.index(i), BYTES, pred=begin + i < end)
+        where = [slot, first_h, (part * TURNS + begin + i) * BV, 0]
+        load_tile(state_desc, where, arrived.index(i), tiles.index(i), pred=begin + i < end)
     C_row.store(C_tile)
     score = gl.sum(B_tile.to(gl.float32) * gl.expand_dims(C_tile, 0), 1)
     score = gl.convert_layout(score, gl.SliceLayout(1, gl.SliceLayout(2, LW)))
@@ -141,15 +180,15 @@ def mamba2_tiles_kernel(
     keep_ring_output(x0, weight, kept, 0, BV, LX0)
     if WIDTHS[1] > 0:
         keep_ring_output(x1, weight, kept, WIDTHS[0] // BV, BV, LX1)
-    for turn in range(TURNS):
-        stage = turn % STAGES
+    for turn in range(begin, end):
+        stage = (turn - begin) % STAGES
         first_v = (part * TURNS + turn) * BV
-        z = gl.load(tile_ptrs(z_new, first_v, BV, L)) if HAS_Z else 0.0
-        mbarrier.wait(arrived.index(stage), (turn // STAGES) & 1)
-        has_next = turn + STAGES < TURNS
+        mbarrier.wait(arrived.index(stage), ((turn - begin) // STAGES) & 1)
+        has_next = turn + STAGES < end
         mbarrier.expect(arrived.index(stage), BYTES, pred=has_next)
-        S = view(tiles.index(stage), [num_warps, BV, N], CUBE).load(L)
         where = [slot, first_h, first_v + STAGES * BV, 0]
+        z = gl.load(tile_ptrs(z_new, first_v, BV, L)) if HAS_Z else 0.0
+        S = view(tiles.index(stage), [num_warps, BV, N], CUBE).load(L)
         load_tile(state_desc, where, arrived.index(stage), tiles.index(stage), pred=has_next)
         if flush:
             S = flush_tile(

@@ -11,8 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from replayssm.ops.gluon_flushers import is_taken, share_of_work
 from replayssm.ops.gluon_window_parts import (
     columns_shared,
+    fetch_rest,
     fetch_tile,
     heads_layout,
     mma_layout,
@@ -25,6 +27,7 @@ from replayssm.ops.gluon_window_parts import (
     wrap,
     zero_rows,
 )
+from replayssm.ops.mamba2.gluon_early import give_hints
 from replayssm.ops.mamba2.gluon_window_flush import load_flush_x, replay_tile, stage_flush
 from replayssm.ops.mamba2.gluon_window_weights import fill_tables, row_dt
 
@@ -38,8 +41,8 @@ def mamba2_window_kernel(
     chunks_state_slot, chunks_state_head, ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot,
     ring_dt_head,
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
-    BV: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, SETTLE: gl.constexpr,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr,
+    BV: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, SETTLE: gl.constexpr, HINT: gl.constexpr,
+    EARLY: gl.constexpr, FLUSHERS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr,
     HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr,
 ):  # fmt: skip
     """One program: TILES tiles of BV V-rows of the heads of one batch row and group."""
@@ -64,16 +67,35 @@ def mamba2_window_kernel(
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, BV // 8), order=[1, 0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gdc_wait()
-    pid = gl.program_id(0)
-    chunk = pid % CHUNKS
-    g = (pid // CHUNKS % G).to(gl.int64)
-    row = pid // (CHUNKS * G)
-    if SETTLE:
-        row = settle_row(
-            row, slot_indices_ptr, query_start_loc_ptr, cursors_ptr, gl.num_programs(0) // (CHUNKS * G), num_slots,
-            pad_slot_id, buffer_len,
+    A_ROW: gl.constexpr = CHUNKS * G
+    num_rows = gl.num_programs(0) // A_ROW - FLUSHERS * TILES
+    row = gl.program_id(0) // A_ROW
+    part = gl.program_id(0) % A_ROW
+    if HINT > 0:
+        hint_g = (part // CHUNKS).to(gl.int64)
+        give_hints(
+            state_ptr, ring_x_ptr, ring_B_ptr, cursors_ptr, slot_indices_ptr + row, num_slots,
+            hint_g * (H // G) + part % CHUNKS * TILES // PER_HEAD, part % CHUNKS * TILES % PER_HEAD * BV, hint_g,
+            gl.to_tensor(chunks_state_slot).to(gl.int64) * CHUNK, gl.to_tensor(chunks_state_head).to(gl.int64) * CHUNK,
+            ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, P, N, R, 1, TILES * BV, HINT,
         )  # fmt: skip
+    gdc_wait()
+    begin = 0
+    end = TILES
+    if FLUSHERS > 0:
+        row, part, begin, end, flushes_only = share_of_work(
+            slot_indices_ptr, query_start_loc_ptr, cursors_ptr, num_rows, num_slots, pad_slot_id, buffer_len, A_ROW,
+            TILES, FLUSHERS, True,
+        )  # fmt: skip
+        if row >= num_rows:
+            return
+    elif SETTLE > 0:
+        row = settle_row(
+            row, slot_indices_ptr, query_start_loc_ptr, cursors_ptr, num_rows, num_slots, pad_slot_id, buffer_len,
+            SETTLE,
+        )  # fmt: skip
+    chunk = part % CHUNKS
+    g = (part // CHUNKS).to(gl.int64)
     slot = gl.load(slot_indices_ptr + row)
     first = gl.load(query_start_loc_ptr + row)
     length = gl.load(query_start_loc_ptr + row + 1) - first
@@ -92,19 +114,28 @@ def mamba2_window_kernel(
     tiles = gl.allocate_shared_memory(STATE, [STAGES, BV, N], state_shared(STATE.primitive_bitwidth))
     state_head = chunks_state_head * CHUNK
     state_ptr += (base * chunks_state_slot + first_h * chunks_state_head) * CHUNK + first_v * N
-    for s in gl.static_range(STAGES):
-        if s < TILES:
-            fetch_tile(tiles.index(s), state_ptr + s // PER_HEAD * state_head + s % PER_HEAD * BV * N, N, BV)
-        async_copy.commit_group()
+    # The ring's rows must not queue behind more than this before the cursors are known.
+    skipped = first_tile % PER_HEAD
+    begin_h, begin_v = (skipped + begin) // PER_HEAD, (skipped + begin) % PER_HEAD * BV - first_v
+    first_state = state_ptr + begin_h * state_head + begin_v * N
+    if EARLY > 0:
+        fetch_tile(tiles.index(0).slice(0, EARLY), first_state, N, EARLY)
 
     # Everything the tiles share.
     k = gl.arange(0, N, layout=gl.SliceLayout(1, LC))
     t = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LC))
     C_ptrs = C_ptr + first * C_token + g * C_group + gl.expand_dims(t * C_token, 0) + gl.expand_dims(k, 1)
     C = gl.load(C_ptrs, mask=gl.expand_dims(t < length, 0), other=0.0)
-    skipped = first_tile % PER_HEAD
     flush = (committed > 0) & (committed + length > gl.minimum(limit, buffer_len))
-    if (length == 0) & (not flush):
+    idle = (length == 0) & (not flush)
+    if FLUSHERS > 0:
+        if flush & (not flushes_only):
+            idle = is_taken(
+                row, slot_indices_ptr, query_start_loc_ptr, cursors_ptr, num_rows, num_slots, pad_slot_id, buffer_len,
+                FLUSHERS, True,
+            )  # fmt: skip
+    if idle:
+        async_copy.commit_group()
         async_copy.wait_group(0)
         return
     count = gl.where(flush, 0, committed) + length
@@ -123,10 +154,12 @@ def mamba2_window_kernel(
     in_x = gl.expand_dims(gl.arange(0, BV, layout=gl.SliceLayout(0, L2)), 0)
     x_new_rows = gl.expand_dims((length - 1 - age_x) * x_token, 1) + in_x
     x_old_rows = gl.expand_dims(wrap(start + count - 1 - age_x, R) * P, 1) + in_x
-    end = start + committed + length - 1
-    x_end_rows = gl.expand_dims(wrap(end - age_x, R) * P, 1) + in_x
+    last = start + committed + length - 1
+    x_end_rows = gl.expand_dims(wrap(last - age_x, R) * P, 1) + in_x
     is_row = gl.expand_dims(age_x < count, 1)
-    x = gl.load(gl.where(new_x, x_ptr + x_new_rows, ring_x_ptr + x_old_rows), mask=is_row, other=0.0)
+    begin_new = x_ptr + (begin_h * x_head + begin_v) + x_new_rows
+    begin_old = ring_x_ptr + (begin_h * ring_x_head + begin_v)
+    x = gl.load(gl.where(new_x, begin_new, begin_old + x_old_rows), mask=is_row, other=0.0)
     age_h = gl.arange(0, ROWS, layout=gl.SliceLayout(0, LH))
     h_of = gl.expand_dims(gl.arange(0, HEADS, layout=gl.SliceLayout(1, LH)), 1)
     mask_of = h_of * PER_HEAD < TILES + skipped
@@ -134,7 +167,13 @@ def mamba2_window_kernel(
     dt_ptrs, ring_dt_ptrs = dt_ptr + h_of * dt_head, ring_dt_ptr + h_of * ring_dt_head
     dt = row_dt(dt_ptrs, ring_dt_ptrs, bias, age_h, length, count, start, dt_token, mask_of, R, SOFTPLUS)
     dt_before = row_dt(dt_ptrs, ring_dt_ptrs, bias, age_h - 1, length, count, start, dt_token, mask_of, R, SOFTPLUS)
-    x_f = load_flush_x(ring_x_ptr, start, gl.where(flush, committed, 0), P, R, BV, ROWS)
+    x_f = load_flush_x(begin_old, start, gl.where(flush, committed, 0), P, R, BV, ROWS)
+    for s in gl.static_range(STAGES):
+        if s == 0:
+            fetch_rest(tiles.index(0), first_state, N, BV, EARLY)
+        elif begin + s < end:
+            fetch_tile(tiles.index(s), state_ptr + s // PER_HEAD * state_head + s % PER_HEAD * BV * N, N, BV)
+        async_copy.commit_group()
     staged_B = gl.allocate_shared_memory(gl.float32, [ROWS, N], FLAT)
     staged_dt = gl.allocate_shared_memory(gl.float32, [HEADS, ROWS], FLAT)
     staged_a = gl.allocate_shared_memory(gl.float32, [HEADS, ROWS], FLAT)
@@ -162,10 +201,10 @@ def mamba2_window_kernel(
     )  # fmt: skip
 
     # Append the window; x follows tile by tile.
-    whole = mask_of & (h_of * PER_HEAD >= skipped) & gl.expand_dims(age_h < length, 0)
-    gl.store(ring_dt_ptrs + gl.expand_dims(wrap(end - age_h, R), 0), dt, mask=whole)
-    if chunk == 0:
-        B_end = ring_B_ptr + (gl.expand_dims(wrap(end - age, R) * N, 1) + kb)
+    whole = mask_of & (h_of * PER_HEAD >= skipped) & gl.expand_dims(age_h < length, 0) & (begin == 0)
+    gl.store(ring_dt_ptrs + gl.expand_dims(wrap(last - age_h, R), 0), dt, mask=whole)
+    if (chunk == 0) & (begin == 0):
+        B_end = ring_B_ptr + (gl.expand_dims(wrap(last - age, R) * N, 1) + kb)
         gl.store(B_end, B, mask=gl.expand_dims(age < length, 1))
     gdc_launch_dependents()
 
@@ -174,7 +213,7 @@ def mamba2_window_kernel(
     v_in = gl.expand_dims(gl.arange(0, BV, layout=gl.SliceLayout(1, LS)), 1) * N + kb
     v_out = gl.expand_dims(gl.arange(0, BV, layout=gl.SliceLayout(1, LOUT)), 1)
     token = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LOUT)), 0)
-    for i in range(TILES):
+    for i in range(begin, end):
         at = skipped + i
         h = at // PER_HEAD
         v = at % PER_HEAD * BV
@@ -182,22 +221,22 @@ def mamba2_window_kernel(
             z = gl.load(z_ptr + h * z_head + v + v_out + token * z_token, mask=token < length, other=0.0)
         x_at.store(x)
         gl.store(ring_x_ptr + (h * ring_x_head + v - first_v) + x_end_rows, x, mask=new_x)
-        if i + 1 < TILES:
+        if i + 1 < end:
             next_h, next_v = (at + 1) // PER_HEAD, (at + 1) % PER_HEAD * BV - first_v
             next_new = x_ptr + (next_h * x_head + next_v) + x_new_rows
             next_old = ring_x_ptr + (next_h * ring_x_head + next_v) + x_old_rows
             x = gl.load(gl.where(new_x, next_new, next_old), mask=is_row, other=0.0)
-        tile = tiles.index(i % STAGES)
+        tile = tiles.index((i - begin) % STAGES)
         async_copy.wait_group(STAGES - 1)
         S = tile.load(LS)
         if TILES > STAGES:
-            if i + STAGES < TILES:
+            if i + STAGES < end:
                 to_h, to_v = (at + STAGES) // PER_HEAD, (at + STAGES) % PER_HEAD * BV - first_v
                 fetch_tile(tile, state_ptr + to_h * state_head + to_v * N, N, BV)
         async_copy.commit_group()
         if flush:
             now = x_f
-            if i + 1 < TILES:
+            if i + 1 < end:
                 next_x = ring_x_ptr + (at + 1) // PER_HEAD * ring_x_head + ((at + 1) % PER_HEAD * BV - first_v)
                 x_f = load_flush_x(next_x, start, committed, P, R, BV, ROWS)
             S = replay_tile(S, now, staged_x, staged_B, staged_dt, staged_a, h, committed, ROWS, LS).to(STATE)

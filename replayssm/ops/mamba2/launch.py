@@ -15,6 +15,7 @@ from replayssm.ops.mamba2.triton_materialize import mamba2_materialize_kernel
 from replayssm.ops.mamba2.triton_step import mamba2_step_kernel
 from replayssm.ops.mamba2.triton_stepwise import mamba2_stepwise_kernel
 from replayssm.ops.mamba2.window_launch import mamba2_window
+from replayssm.ops.mamba2.window_launch import window_route as window_route
 
 
 def mamba2_step(
@@ -60,7 +61,8 @@ def mamba2_step(
         return
     config = config or configs.step_config(batch, layer_shape(state, B.shape[1]))
     kernel, grid, own, options = _step_kernel(config, batch, state, min(buffer_len, ring_B.shape[2]))
-    kernel[(grid + batch * config.appenders,)](
+    flush_programs = grid // batch * config.turns * config.flushers
+    kernel[(flush_programs + grid + batch * config.appenders,)](
         *own,
         *(x, dt, A, B, C, A if D is None else D, x if z is None else z, A if dt_bias is None else dt_bias),
         *(state, ring_x, ring_B, ring_dt, cursors, slot_indices, out, grid, state.shape[0], buffer_len, pad_slot_id),
@@ -202,9 +204,11 @@ def _step_kernel(
     programs = batch * (state.shape[1] // config.heads) * (state.shape[2] // (config.block_v * config.turns))
     options: dict[str, Any] = {"BV": config.block_v, "ROWS": max(triton.next_power_of_2(most_rows), 8)}
     options |= {"APPENDERS": config.appenders, "SETTLE": config.settle, "PDL": config.pdl, "launch_pdl": config.pdl}
-    options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers}
+    options |= {"HINT": config.hint, "num_warps": config.num_warps, "maxnreg": config.max_registers}
     if config.kernel == "tile":
-        return gluon_tile.mamba2_tile_kernel, programs, (), options | {"HEADS": config.heads}
+        options |= {"HEADS": config.heads, "RING_FIRST": config.ring_first}
+        return gluon_tile.mamba2_tile_kernel, programs, (), options
     descriptor = gluon_tiles.describe(state, config.heads, config.block_v)
     options |= {"TURNS": config.turns, "STAGES": config.stages}
+    options |= {"RING_FIRST": config.ring_first, "FLUSHERS": config.flushers}
     return gluon_tiles.mamba2_tiles_kernel, programs, (descriptor,), options

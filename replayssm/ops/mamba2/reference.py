@@ -11,6 +11,7 @@ import torch
 from replayssm.cursors import must_flush
 from replayssm.ops.elementwise import silu, softplus
 from replayssm.ops.rows import compute_dtype, is_pad, iterate_rows
+from replayssm.ops.stored import StoredState, read_copy
 
 
 def mamba2_step(
@@ -36,6 +37,12 @@ def mamba2_step(
     dt_softplus: bool,
     max_window_len: int,
     parents: torch.Tensor | None = None,
+    read_codes: torch.Tensor | None = None,
+    read_scales: torch.Tensor | None = None,
+    read_global: torch.Tensor | None = None,
+    state_scales: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    stream: int = 0,
 ) -> None:
     """Append a window of tokens to the ring and compute their outputs; a full row first flushes its ring.
 
@@ -44,16 +51,23 @@ def mamba2_step(
     each token's parent in its row's window, -1 for the last committed token (None: windows are chains).
     In and out: state [S, H, P, N]; ring_x [S, H, R, P]; ring_B [S, G, R, N]; ring_dt [S, H, R] (after softplus).
     Out: out [T, H, P].
+    read_codes, read_scales, read_global: a read copy (`replayssm.quant`, its format by the dtype of the codes), which
+    outputs are computed from and a flush renews; state_scales [S, H, P] fp32, where state holds e4m3 codes; seeds [S]
+    int64 and stream: a flush rounds a 16- or 8-bit state stochastically (`replayssm.rounding`).
     """
+    stored = StoredState(state, state_scales, read_copy(read_codes, read_scales, read_global), seeds, cursors, stream)
     for slot, tokens in iterate_rows(slot_indices, query_start_loc):
         if is_pad(slot, len(state), pad_slot_id):
             out[tokens] = 0
             continue
         start, num_committed, limit, _ = cursors[slot].tolist()
-        S = _replay(state, slot, start, num_committed, A, ring_x, ring_B, ring_dt)
+        at = slot_indices.new_tensor([slot]).long()
         if must_flush(num_committed, len(tokens), buffer_len, limit):
-            state[slot] = S
-            S = state[slot].to(S.dtype)
+            S = stored.checkpoint(at)[0]
+            stored.write(at, _replay(S, slot, start, num_committed, A, ring_x, ring_B, ring_dt)[None])
+            S = stored.for_reads(at)[0]
+        else:
+            S = _replay(stored.for_reads(at)[0], slot, start, num_committed, A, ring_x, ring_B, ring_dt)
         after: dict[int, torch.Tensor] = {-1: S}
         for i, t in enumerate(tokens):
             position = (start + num_committed + i) % ring_x.shape[2]
@@ -82,16 +96,25 @@ def mamba2_stepwise(
     pad_slot_id: int,
     dt_softplus: bool,
     max_window_len: int,
+    cursors: torch.Tensor | None = None,
+    state_scales: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    stream: int = 0,
 ) -> None:
-    """Ordinary decoding: read, update and write the state for every token (rounded to its dtype each time)."""
+    """Ordinary decoding: read, update and write the state for every token (rounded to its format each time).
+
+    In: as `mamba2_step`. With seeds, token i of a row rounds as if i flushes more had been made than cursors count.
+    """
+    stored = StoredState(state, state_scales, None, seeds, cursors, stream)
     for slot, tokens in iterate_rows(slot_indices, query_start_loc):
         if is_pad(slot, len(state), pad_slot_id):
             out[tokens] = 0
             continue
-        for t in tokens:
-            S = state[slot].to(compute_dtype(state))
+        at = slot_indices.new_tensor([slot]).long()
+        for i, t in enumerate(tokens):
+            S = stored.checkpoint(at)[0]
             S = _update(S, x[t], _timestep(dt[t], dt_bias, dt_softplus, S.dtype), A, B[t])
-            state[slot] = S
+            stored.write(at, S[None], offset=i)
             out[t] = _output(S, x[t], C[t], D, None if z is None else z[t])
 
 
@@ -119,11 +142,12 @@ def mamba2_materialize(
             continue
         start, count, _, _ = cursors[slot].tolist()
         count = count if num_tokens is None else min(count, int(num_tokens[row]))
-        dst[int(dst_indices[row])] = _replay(state, slot, start, count, A, ring_x, ring_B, ring_dt).to(dst.dtype)
+        S = state[slot].to(compute_dtype(state))
+        dst[int(dst_indices[row])] = _replay(S, slot, start, count, A, ring_x, ring_B, ring_dt).to(dst.dtype)
 
 
 def _replay(
-    state: torch.Tensor,
+    S: torch.Tensor,
     slot: int,
     start: int,
     count: int,
@@ -132,7 +156,6 @@ def _replay(
     ring_B: torch.Tensor,
     ring_dt: torch.Tensor,
 ) -> torch.Tensor:
-    S = state[slot].to(compute_dtype(state))
     for j in range(count):
         position = (start + j) % ring_x.shape[2]
         S = _update(S, ring_x[slot, :, position], ring_dt[slot, :, position], A, ring_B[slot, :, position])

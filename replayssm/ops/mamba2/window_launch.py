@@ -10,8 +10,9 @@ import torch
 import triton
 
 from replayssm.checks import fail
+from replayssm.config import Mamba2Spec
 from replayssm.ops.device import GLUON_ARCHS
-from replayssm.ops.window_config import WindowConfig, window_arch, window_rows
+from replayssm.ops.window_config import WindowConfig, fast_arch, window_arch, window_rows
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,10 @@ class WindowShape:
 TILES = {
     64: ((4096, 4), (1024, 2), (0, 1)),
     32: ((8192, 8), (2048, 4), (1024, 2), (0, 1)),
-    16: ((16384, 10), (16384, 8), (2048, 2), (0, 1)),
+    16: ((65536, 10), (65536, 8), (2048, 5), (2048, 4), (1024, 2), (0, 1)),
 }
+# Batches up to this many rows have programs for a quarter of them that only flush, those above settle.
+MOST_ROWS_WITH_FLUSHERS = 16
 
 
 @cache
@@ -47,12 +50,34 @@ def window_config(batch: int, shape: WindowShape) -> WindowConfig:
     total = batch * shape.n_groups * tiles
     num_tiles = next(n for least, n in TILES[block_v] if total >= least and tiles % n == 0)
     # A stage of 16 to 32 KB a program; the caps on registers were tuned where they are measured.
-    stages = 2 if block_v < 64 or shape.state_bytes == 2 else 1
+    stages = min(2 if block_v < 64 else 1, num_tiles)
     capped = shape.arch == "sm90" and shape.d_state <= 128 and shape.rows <= 16
     registers = (128 if shape.window_len <= 8 and block_v == 64 else 168) if capped else None
-    return WindowConfig(
-        "gluon", block_v, block_v // 16, num_tiles, min(stages, num_tiles), registers, batch > 2, batch <= 32
-    )
+    tile = ("gluon", block_v, block_v // 16)
+    if batch <= 2:
+        # A program of one warp spills without any cap.
+        registers = registers or (240 if block_v == 16 else None)
+        return WindowConfig(*tile, max_registers=registers, dependent=True, hint=1, early=min(16, block_v // 2))
+    if batch <= MOST_ROWS_WITH_FLUSHERS:
+        early, flushers = min(16, block_v // 2), -(-batch // 4) if num_tiles > 1 else 0
+        return WindowConfig(*tile, num_tiles, stages, registers, dependent=True, early=early, flushers=flushers)
+    settle = 8 if batch >= 128 else (4 if block_v == 16 else 2)
+    return WindowConfig(*tile, num_tiles, stages, registers, settle, batch <= 32)
+
+
+def window_route(
+    state_dtype: torch.dtype,
+    batch: int,
+    spec: Mamba2Spec,
+    device: torch.device,
+    buffer_len: int,
+    max_window_len: int,
+    activation: torch.dtype,
+) -> str:
+    """One line that names the kernel and the configuration of a window step of a contiguous cache."""
+    dims = (spec.num_heads, spec.n_groups, spec.head_dim, spec.d_state)
+    rows, arch = window_rows(buffer_len, max_window_len), fast_arch(device, activation)
+    return str(window_config(batch, WindowShape(*dims, state_dtype.itemsize, max_window_len, rows, arch)))
 
 
 def _gluon_fits(shape: WindowShape) -> bool:
@@ -151,4 +176,5 @@ def _gluon(
     heads, head_dim, d_state = state.shape[1:]
     options: dict[str, Any] = {"H": heads, "P": head_dim, "N": d_state, "BV": config.block_v}
     options |= config.gluon_options(8 if max_window_len <= 8 else 16)
-    return mamba2_window_kernel, (batch * heads * head_dim // (config.block_v * config.num_tiles),), options
+    tiles = heads * head_dim // config.block_v
+    return mamba2_window_kernel, (batch * tiles // config.num_tiles + config.flushers * tiles,), options

@@ -1,0 +1,46 @@
+"""Shared memory for a flush: in the stages that a flushing program leaves unused, where it fits."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .gluon_common import view_as
+
+
+@gluon.jit
+def stage_part(
+    smem, stage: gl.constexpr, at: gl.constexpr, words: gl.constexpr, STAGES: gl.constexpr, STAGE_WORDS: gl.constexpr
+):
+    """Part of a stage's shared memory as fp32 words."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    return view_as(smem, gl.float32, STAGES, STAGE_WORDS, FLAT).index(stage).slice(at, words)
+
+
+@gluon.jit
+def flush_space(
+    smem, VALUE_TYPE: gl.constexpr, K: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_L: gl.constexpr,
+    STAGES: gl.constexpr, KDA: gl.constexpr,
+):
+    """Where a flushing row keeps the keys, (KDA) decays and values of its ring rows.
+
+    In the stages of `smem` that it leaves unused, if they fit: it has only the first in flight.
+    """
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    STAGE_WORDS: gl.constexpr = BLOCK_V * K * smem.dtype.primitive_bitwidth // 32
+    KEY_WORDS: gl.constexpr = BLOCK_L * K * (2 if KDA else 1)
+    VALUE_WORDS: gl.constexpr = BLOCK_L * BLOCK_V
+    BEHIND_KEYS: gl.constexpr = KEY_WORDS + VALUE_WORDS <= STAGE_WORDS
+    KEYS_SHARE: gl.constexpr = STAGES >= 2 and KEY_WORDS <= STAGE_WORDS
+    if KEYS_SHARE:
+        keys_at = stage_part(smem, 1, 0, BLOCK_L * K, STAGES, STAGE_WORDS)
+        gates_at = stage_part(smem, 1, KEY_WORDS - BLOCK_L * K, BLOCK_L * K, STAGES, STAGE_WORDS)
+    else:
+        keys_at = gl.allocate_shared_memory(gl.float32, [BLOCK_L * K], FLAT)
+        gates_at = keys_at
+        if KDA:
+            gates_at = gl.allocate_shared_memory(gl.float32, [BLOCK_L * K], FLAT)
+    if KEYS_SHARE and (STAGES >= 3 or BEHIND_KEYS):
+        values_at = stage_part(smem, 1 if BEHIND_KEYS else 2, KEY_WORDS if BEHIND_KEYS else 0, VALUE_WORDS, STAGES,
+                               STAGE_WORDS)
+    else:
+        values_at = gl.allocate_shared_memory(VALUE_TYPE, [VALUE_WORDS], FLAT)
+    return keys_at, gates_at, values_at

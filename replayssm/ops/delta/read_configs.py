@@ -1,0 +1,89 @@
+"""Launch configurations of the GDN and KDA step with a read copy: data, chosen from what the host knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from replayssm.ops.device import GLUON_ARCHS
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """How a step with a read copy is launched.
+
+    backend: "triton" (portable) or "gluon" (NVIDIA). For Gluon: heads: v-heads of one k-head a reading program; crew:
+    programs that flush, every `every`-th of the grid's first (a flushing tile has 16 rows a warp). pdl: programmatic
+    dependent launch.
+    """
+
+    backend: str
+    num_warps: int
+    heads: int = 1
+    crew: int = 0
+    every: int = 1
+    max_registers: int | None = None
+    pdl: bool = True
+
+    def __str__(self) -> str:
+        crew = f", {self.heads} heads a program, {self.crew} flushing" if self.backend == "gluon" else ""
+        return f"{self.backend} read, {self.num_warps} warps{crew}"
+
+
+@dataclass(frozen=True)
+class ReadShape:
+    """What a choice depends on besides the batch. fast: 16-bit activations, 16-byte accesses to all that is large."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    kda: bool
+    read: str
+    checkpoint: str
+    ring_len: int
+    fast: bool
+    arch: str
+
+
+def _read(num_warps: int, heads: int, crew: int, every: int, registers: int = 128) -> ReadConfig:
+    return ReadConfig("gluon", num_warps, heads, crew, every, registers)
+
+
+PORTABLE = ReadConfig("triton", 16)
+_SMALL = _read(8, 2, 512, 1)
+# (KDA, format read): up to how many v-heads in the batch, and the configuration for them. Measured on one H200 at
+# batches 8 and 256 of 32 and 64 v-heads.
+STEP = {
+    (False, "nvfp4"): ((1024, _SMALL), (1 << 40, _read(4, 2, 528, 2))),
+    (False, "int8"): ((1024, _SMALL), (1 << 40, _read(4, 2, 396, 2, 168))),
+    (False, "fp8"): ((1024, _SMALL), (1 << 40, _read(4, 2, 396, 2, 168))),
+    (False, "bf16"): ((1024, _read(8, 1, 512, 1)), (1 << 40, _read(4, 1, 264, 2))),
+    **{
+        (True, read): ((1024, _read(8, 1, 512, 1)), (1 << 40, _read(4, 1, 528, 2)))
+        for read in ("bf16", "int8", "fp8", "nvfp4")
+    },
+}
+GLUON_RING_LEN = 33
+
+
+@cache
+def read_config(batch: int, shape: ReadShape) -> ReadConfig:
+    """Configuration of the step with a read copy."""
+    if not gluon_fits(shape):
+        return PORTABLE
+    # An fp8 checkpoint without a copy is read like a copy.
+    table = STEP[shape.kda, "fp8" if shape.read == "none" else shape.read]
+    config = next(config for most, config in table if batch * shape.num_v_heads <= most)
+    heads = config.heads
+    while (shape.num_v_heads // shape.num_k_heads) % heads:
+        heads //= 2
+    # The register caps were measured on sm90; elsewhere nothing may spill.
+    registers = config.max_registers if shape.arch == "sm90" else 240
+    return replace(config, heads=heads, max_registers=registers)
+
+
+def gluon_fits(shape: ReadShape) -> bool:
+    """Whether the Gluon kernel can serve a layer."""
+    dims = shape.head_k_dim == 128 and shape.head_v_dim == 128 and shape.ring_len <= GLUON_RING_LEN
+    return shape.arch in GLUON_ARCHS and shape.fast and dims and (shape.read != "none" or shape.checkpoint == "fp8")

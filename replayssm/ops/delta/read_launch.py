@@ -1,0 +1,170 @@
+"""Launches the GDN and KDA kernels that read a copy of the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from replayssm.checks import fail
+from replayssm.config import GDNSpec, KDASpec, LayerSpec
+from replayssm.ops.delta.launch import _gate_options, _token_strides
+from replayssm.ops.delta.read_configs import ReadConfig, ReadShape, read_config
+from replayssm.ops.device import GLUON_ARCHS, device_arch, is_aligned
+
+READ_FORMATS = {torch.bfloat16: "bf16", torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "nvfp4"}
+CHECKPOINTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
+NATIVE_ARCHS = ("sm89", *GLUON_ARCHS)
+
+
+def delta_read_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    state: torch.Tensor,
+    ring_k: torch.Tensor,
+    ring_v: torch.Tensor,
+    ring_u: torch.Tensor,
+    ring_g: torch.Tensor,
+    ring_beta: torch.Tensor,
+    cursors: torch.Tensor,
+    slot_indices: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    buffer_len: int,
+    pad_slot_id: int,
+    scale: float,
+    use_qk_l2norm: bool,
+    lower_bound: float | None,
+    max_window_len: int,
+    read_codes: torch.Tensor | None,
+    read_scales: torch.Tensor | None,
+    read_global: torch.Tensor | None,
+    state_scales: torch.Tensor | None = None,
+    seeds: torch.Tensor | None = None,
+    stream: int = 0,
+    config: ReadConfig | None = None,
+) -> None:
+    """See `replayssm.ops.delta.reference.delta_step`; one token a row. `config` overrides `read_configs`."""
+    if query_start_loc is not None or max_window_len != 1:
+        raise fail("max_window_len", max_window_len, "1, with query_start_loc None, with a read copy on a GPU")
+    batch = slot_indices.shape[0]
+    if batch == 0:
+        return
+    rings = (ring_k, ring_v, ring_u, ring_g, ring_beta)
+    shape = layer_shape(state, k.shape[1], g, rings, read_codes, stochastic=seeds is not None)
+    config = config or read_config(batch, shape)
+    stored = _stored(state, read_codes, read_scales, read_global, state_scales)
+    inputs = (q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias)
+    if config.backend == "gluon":
+        kernel, grid, options = _gluon(config, batch, shape)
+        if read_codes is None:  # the checkpoint is its own copy
+            stored = (stored[0], stored[3], *stored[2:])
+        stored, counts, strides = (stored[0].view(torch.int32), *stored), (pad_slot_id, batch), _chunks
+    else:
+        kernel, grid, options = _portable(config, batch, shape, buffer_len)
+        options["STOCHASTIC"] = seeds is not None
+        seeds = cursors if seeds is None else seeds
+        counts, strides = (pad_slot_id, stream), _elements
+    kernel[(grid,)](
+        *(*inputs, _as_bytes(state), *rings, cursors, slot_indices, out, *stored),
+        *(() if config.backend == "gluon" else (seeds,)),
+        *(state.shape[0], shape.ring_len, buffer_len, *counts, scale, lower_bound or 0.0),
+        *_token_strides(q, k, v, g, beta, out),
+        *strides(state),
+        *(*ring_k.stride()[:2], *strides(ring_v), *strides(ring_u), *ring_g.stride()[:2], *ring_beta.stride()[:2]),
+        *(strides(stored[-4])[0], *(tensor.stride(0) for tensor in stored[-3:])),
+        **_gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm),
+        **options,
+    )
+
+
+def supports(spec: LayerSpec, *, checkpoint: str, read: str, max_window_len: int, rounding: str) -> bool:
+    """Whether a GPU runs this combination of formats: one token a row; random words come four columns at a time."""
+    assert isinstance(spec, GDNSpec)
+    return max_window_len == 1 and (rounding == "nearest" or spec.head_k_dim % 4 == 0)
+
+
+def route(spec: LayerSpec, *, checkpoint: str, read: str, batch: int, device: torch.device, ring_len: int) -> str:
+    """One line that names the kernel and the configuration of a step of a contiguous cache."""
+    assert isinstance(spec, GDNSpec)
+    dims = (spec.num_k_heads, spec.num_v_heads, spec.head_k_dim, spec.head_v_dim, isinstance(spec, KDASpec))
+    return str(read_config(batch, ReadShape(*dims, read, checkpoint, ring_len, True, device_arch(device))))
+
+
+def layer_shape(
+    state: torch.Tensor,
+    num_k_heads: int,
+    g: torch.Tensor,
+    rings: tuple[torch.Tensor, ...],
+    codes: torch.Tensor | None,
+    *,
+    stochastic: bool = False,
+) -> ReadShape:
+    """What the choice of a configuration depends on; only the portable kernel rounds stochastically."""
+    heads, v_dim, k_dim = state.shape[1:]
+    read = "none" if codes is None else READ_FORMATS[codes.dtype]
+    large = (state, *rings[:3], *(() if codes is None else (codes,)))
+    fast = rings[2].dtype in (torch.bfloat16, torch.float16) and all(is_aligned(tensor) for tensor in large)
+    # Inside a slot the Gluon kernel counts in 32 bits.
+    fast = fast and not stochastic and all(tensor.stride(1) * heads < 2**31 for tensor in rings)
+    dims = (num_k_heads, heads, k_dim, v_dim, g.dim() == 3)
+    return ReadShape(*dims, read, CHECKPOINTS[state.dtype], rings[0].shape[2], fast, device_arch(state.device))
+
+
+def _gluon(config: ReadConfig, batch: int, shape: ReadShape) -> tuple[Any, int, dict[str, Any]]:
+    from replayssm.ops.delta.gluon_read_step import delta_read_step_kernel
+
+    HV = shape.num_v_heads
+    crew = min(config.crew, batch * HV)
+    grid = batch * HV // config.heads + crew
+    options: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": shape.head_k_dim, "V": shape.head_v_dim}
+    options |= {"HEADS": config.heads, "BLOCK_V": 16 * config.num_warps, "CREW": crew}
+    options |= {"EVERY": max(1, min(config.every, grid // crew)), "BLOCK_B": max(32, triton.next_power_of_2(batch))}
+    options |= {"BLOCK_L": max(16, triton.next_power_of_2(shape.ring_len - 1)), "COPY": shape.read != "none"}
+    options |= {"READ": "fp8" if shape.read == "none" else shape.read, "SPLIT": shape.kda}
+    options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers, "launch_pdl": config.pdl}
+    return delta_read_step_kernel, grid, options
+
+
+def _portable(config: ReadConfig, batch: int, shape: ReadShape, buffer_len: int) -> tuple[Any, int, dict[str, Any]]:
+    from replayssm.ops.delta.triton_read_step import delta_read_step_kernel
+
+    HV, K, V = shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
+    options: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": K, "V": V, "READ": shape.read}
+    options |= {"BLOCK_K": triton.next_power_of_2(K), "BLOCK_V": triton.next_power_of_2(V)}
+    options |= {"BLOCK_L": max(16, triton.next_power_of_2(min(buffer_len, shape.ring_len) - 1))}
+    options |= {"CHECKPOINT": shape.checkpoint, "NATIVE": shape.arch in NATIVE_ARCHS, "num_warps": config.num_warps}
+    return delta_read_step_kernel, batch * HV, options
+
+
+def _stored(
+    state: torch.Tensor,
+    codes: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    state_scales: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """Codes, scales, the heads' scales and the checkpoint's; the state stands for what is absent."""
+    return tuple(_as_bytes(state if t is None else t) for t in (codes, scales, global_scale, state_scales))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """e4m3 as bytes: the kernels convert them themselves."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def _elements(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.stride(0), tensor.stride(1)
+
+
+def _chunks(tensor: torch.Tensor) -> tuple[int, int]:
+    """Slot and head stride in 16-byte chunks, which proves the alignment to the compiler."""
+    per_chunk = 16 // tensor.element_size()
+    return tensor.stride(0) // per_chunk, tensor.stride(1) // per_chunk

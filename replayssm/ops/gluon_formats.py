@@ -1,0 +1,82 @@
+"""Storage formats in Gluon kernels: `triton_formats` by the same names, and codes as operands of the tensor cores.
+
+The decoders are elementwise on bytes in any layout in which four neighbours along K lie in one thread, such as
+`DotOperandLayout(0, mma, 16)`. Codes go into the product unscaled: where every scale block of a row has a column of its
+own in the other operand, the accumulator holds the blocks' sums apart, to be multiplied by the scales.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from replayssm.ops import triton_formats as _triton
+
+magnitude = gluon.jit(_triton.magnitude.fn)
+reciprocal = gluon.jit(_triton.reciprocal.fn)
+to_e4m3 = gluon.jit(_triton.to_e4m3.fn)
+from_e4m3 = gluon.jit(_triton.from_e4m3.fn)
+encode_int8 = gluon.jit(_triton.encode_int8.fn)
+encode_fp8 = gluon.jit(_triton.encode_fp8.fn)
+largest_finite = gluon.jit(_triton.largest_finite.fn)
+global_scale = gluon.jit(_triton.global_scale.fn)
+encode_nvfp4 = gluon.jit(_triton.encode_nvfp4.fn)
+encode_nvfp4_numbers = gluon.jit(_triton.encode_nvfp4_numbers.fn)
+
+E2M1_UNIT = gl.constexpr(16384.0)  # `halves_of_e2m1` times this are the codes' values
+
+
+@gluon.jit
+def halves_of_e2m1(codes):
+    """Low and high codes of packed bytes as fp16, times 2^-14: their bits as sign, low exponent and high mantissa bits.
+
+    The byte `s x x x e e m 0` with x cleared is the upper one of the fp16 number.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, s;
+        shr.u32 s, $4, 3;
+        and.b32 a, $4, 0x80808080;
+        lop3.b32 a, s, 0x0E0E0E0E, a, 0xEA;
+        prmt.b32 $2, a, 0, 0x1404;
+        prmt.b32 $3, a, 0, 0x3424;
+        shl.b32 s, $4, 1;
+        shl.b32 a, $4, 4;
+        and.b32 a, a, 0x80808080;
+        lop3.b32 a, s, 0x0E0E0E0E, a, 0xEA;
+        prmt.b32 $0, a, 0, 0x1404;
+        prmt.b32 $1, a, 0, 0x3424;
+        }""",
+        "=&r,=&r,=&r,=&r,r", [codes], dtype=(gl.float16, gl.float16), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def half_of_e4m3(codes):
+    """e4m3 bytes as fp16."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=&r,=&r,r", [codes], dtype=gl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def half_of_int8(codes):
+    """int8 codes as fp16: 1024 + (code + 128) by placing bytes, less 1152."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, c;
+        xor.b32 a, $2, 0x80808080;
+        mov.b32 c, 0x64806480;
+        prmt.b32 $0, a, 0x64646464, 0x4140;
+        prmt.b32 $1, a, 0x64646464, 0x4342;
+        sub.rn.f16x2 $0, $0, c;
+        sub.rn.f16x2 $1, $1, c;
+        }""",
+        "=&r,=&r,r", [codes], dtype=gl.float16, is_pure=True, pack=4,
+    )  # fmt: skip

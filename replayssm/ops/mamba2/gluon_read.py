@@ -1,0 +1,79 @@
+"""Mamba-2, one token of every row in one launch, with a read copy or an fp8 checkpoint, for NVIDIA GPUs.
+
+Programs that read and programs that flush are of two kinds: where a row flushes, its readers end at once, and elsewhere
+the flushing ones do. Flushes come first, since they take longest.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from replayssm.ops.mamba2.gluon_append import append_token
+from replayssm.ops.mamba2.gluon_read_flush import rows_to_flush
+from replayssm.ops.mamba2.gluon_read_head import flush_head
+from replayssm.ops.mamba2.gluon_read_program import read_program
+
+
+@gluon.jit
+def opaque(x):
+    """x, hidden from the compiler, which would compute what follows from it before a loop and spill registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit(do_not_specialize=["batch", "num_flushers", "num_readers", "num_slots", "buffer_len", "pad_slot_id"])
+def mamba2_read_kernel(
+    x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr,
+    cursors_ptr, slot_indices_ptr, out_ptr, state_scales_ptr, codes_ptr, scales_ptr, global_ptr,
+    num_slots, buffer_len, pad_slot_id,
+    x_token, x_head, dt_token, B_token, B_group, C_token, C_group, z_token, z_head, out_token, out_head,
+    state_slot, state_head, ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head,
+    state_scales_slot, codes_slot, scales_slot, global_slot,
+    batch, num_flushers, num_readers,
+    H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
+    TILES: gl.constexpr, GROUP: gl.constexpr, FLUSH_ROWS: gl.constexpr, APPENDERS: gl.constexpr,
+    ROWS: gl.constexpr, READ: gl.constexpr, CHECKPOINT: gl.constexpr,
+    HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr,
+):  # fmt: skip
+    """The first programs flush, each a head of FLUSH_ROWS rows; the next read; the last append, APPENDERS a row."""
+    gdc_wait()
+    gdc_launch_dependents()
+    item = gl.program_id(0)
+    if item < num_flushers:
+        h = item % H
+        first = item // H * FLUSH_ROWS
+        todo = rows_to_flush(
+            first, batch, slot_indices_ptr, cursors_ptr, num_slots, buffer_len, pad_slot_id, FLUSH_ROWS
+        )
+        for i in range(FLUSH_ROWS):
+            if (todo >> i) & 1 == 1:
+                flush_head(
+                    (first + i).to(gl.int64), opaque(h).to(gl.int64), x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr,
+                    z_ptr, dt_bias_ptr, state_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr, cursors_ptr,
+                    slot_indices_ptr, out_ptr, state_scales_ptr, codes_ptr, scales_ptr, global_ptr,
+                    x_token, x_head, dt_token, B_token, B_group, C_token, C_group, z_token, z_head, out_token,
+                    out_head, state_slot, state_head, ring_x_slot, ring_x_head, ring_B_slot, ring_B_group,
+                    ring_dt_slot, ring_dt_head, state_scales_slot, codes_slot, scales_slot, global_slot,
+                    H, G, P, N, R, ROWS, READ, CHECKPOINT, HAS_D, HAS_Z, HAS_BIAS, SOFTPLUS,
+                )  # fmt: skip
+        return
+    item -= num_flushers
+    if item >= num_readers:
+        row = ((item - num_readers) // APPENDERS).to(gl.int64)
+        append_token(
+            row, (item - num_readers) % APPENDERS, x_ptr + row * x_token, dt_ptr + row * dt_token,
+            B_ptr + row * B_token, dt_bias_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr, cursors_ptr, slot_indices_ptr,
+            num_slots, pad_slot_id, x_head, B_group, ring_x_slot, ring_x_head, ring_B_slot, ring_B_group,
+            ring_dt_slot, ring_dt_head, H, G, P, N, R, H // APPENDERS, HAS_BIAS, SOFTPLUS, gl.num_warps(),
+        )  # fmt: skip
+        return
+    read_program(
+        item, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr,
+        ring_x_ptr, ring_B_ptr, ring_dt_ptr, cursors_ptr, slot_indices_ptr, out_ptr, codes_ptr, scales_ptr, global_ptr,
+        num_slots, buffer_len, pad_slot_id,
+        x_token, x_head, dt_token, B_token, B_group, C_token, C_group, z_token, z_head, out_token, out_head,
+        ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head, codes_slot, scales_slot,
+        global_slot, H, G, P, N, R, TILES, GROUP, ROWS, "fp8" if READ == "none" else READ,
+        HAS_D, HAS_Z, HAS_BIAS, SOFTPLUS,
+    )  # fmt: skip

@@ -1,0 +1,177 @@
+"""What a flush in the Mamba-2 kernels with read copies is made of; a band is 4 V-rows a warp of a head."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from replayssm.ops.gluon_formats import encode_fp8, encode_int8, encode_nvfp4_numbers, from_e4m3
+from replayssm.ops.gluon_window_parts import wrap
+from replayssm.ops.mamba2.gluon_names import view
+
+
+@gluon.constexpr_function
+def band_layout(element_bits, warps):
+    """[V-rows, K] of a band: a V-row a thread, 16-byte vectors and 8 lanes along K."""
+    return gl.BlockedLayout([1, 128 // element_bits], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def vectors_layout(width, element_bits, warps):
+    """[V-rows, width]: 16-byte accesses, as far as a row goes."""
+    vector = min(128 // element_bits, width)
+    lanes = min(width // vector, 32)
+    return gl.BlockedLayout([1, vector], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def blocks_layout(warps):
+    """[K / 32 of every V-row, 32]: 16 neighbours along K a thread, so that a block of nvfp4 is one thread's."""
+    return gl.BlockedLayout([1, 16], [16, 2], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def put(ptr, tile):
+    """Write a tile to contiguous memory, as its threads hold it."""
+    L: gl.constexpr = tile.type.layout
+    WIDTH: gl.constexpr = tile.shape[1]
+    v = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, L)) * WIDTH, 1)
+    gl.store(ptr + v + gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L)), 0), tile)
+
+
+@gluon.jit
+def keep_band(kept, S):
+    """Put a band into shared memory, from where `kept_band` reads it in another layout."""
+    gl.static_assert(S.shape[1] % 32 == 0)
+    kept.store(gl.reshape(S, [S.shape[0] * S.shape[1] // 32, 32]))
+
+
+@gluon.jit
+def kept_band(kept, HEIGHT: gl.constexpr, N: gl.constexpr):
+    """A band from shared memory, blocks of 16 in a thread."""
+    return gl.reshape(kept.load(blocks_layout(gl.num_warps())), [HEIGHT, N])
+
+
+@gluon.jit
+def stage_rows(
+    staged_B, staged_x, staged_a, first, start, committed, A, ring_x_ptr, ring_B_ptr, ring_dt_ptr,
+    P: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    """Put B, dt x and exp(dt A) of the rows `first` and on into shared memory, in float32."""
+    ROWS: gl.constexpr = staged_x.shape[0]
+    WIDTH: gl.constexpr = staged_x.shape[1]
+    LX: gl.constexpr = vectors_layout(WIDTH, 16, gl.num_warps())
+    LB: gl.constexpr = vectors_layout(N, 16, gl.num_warps())
+    r = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LX))
+    v = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LX)), 0)
+    r_B = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LB))
+    k = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, LB)), 0)
+    dt = gl.load(ring_dt_ptr + wrap(r + start, R), mask=r < committed, other=0.0)
+    x_ptrs = ring_x_ptr + gl.expand_dims(wrap(r + start, R) * P, 1) + v
+    x = gl.load(x_ptrs, mask=gl.expand_dims(r < committed, 1) & (v < P), other=0.0).to(gl.float32)
+    B_ptrs = ring_B_ptr + gl.expand_dims(wrap(r_B + start, R) * N, 1) + k
+    B = gl.load(B_ptrs, mask=gl.expand_dims(r_B < committed, 1), other=0.0).to(gl.float32)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    view(staged_x, [ROWS, WIDTH], PLAIN).store(gl.expand_dims(dt, 1) * x)
+    view(staged_B, [ROWS, N], PLAIN).store(B)
+    view(staged_a, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(gl.exp(dt * A))
+
+
+@gluon.jit
+def replay_rows(bands, staged_B, staged_x, staged_a, count):
+    """Run the recurrence over staged rows; the operations are those of `triton_math.update`."""
+    L: gl.constexpr = bands[0].type.layout
+    HEIGHT: gl.constexpr = bands[0].shape[0]
+    for j in range(count):
+        B = gl.expand_dims(staged_B.index(j).load(gl.SliceLayout(0, L)), 0)
+        a = gl.expand_dims(staged_a.index(j).load(gl.SliceLayout(1, L)), 1)
+        new = ()
+        for i in gl.static_range(len(bands)):
+            x = staged_x.index(j).slice(i * HEIGHT, HEIGHT).load(gl.SliceLayout(1, L))
+            new = new + (gl.fma(bands[i], a, gl.expand_dims(x, 1) * B),)
+        bands = new
+    return bands
+
+
+@gluon.jit
+def load_bands(state_ptr, COUNT: gl.constexpr, N: gl.constexpr, L: gl.constexpr):
+    """A head's checkpoint as a tuple of bands of V-rows, fp8 as bytes."""
+    HEIGHT: gl.constexpr = 4 * gl.num_warps()
+    v = gl.expand_dims(gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, L)) * N, 1)
+    k = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, L)), 0)
+    bands = ()
+    for i in gl.static_range(COUNT):
+        bands = bands + (gl.load(state_ptr + i * HEIGHT * N + v + k),)
+    return bands
+
+
+@gluon.jit
+def widen(band, state_scales_ptr, first_v, CHECKPOINT: gl.constexpr):
+    """A band of the checkpoint in fp32."""
+    if CHECKPOINT == "fp8":
+        v = first_v + gl.arange(0, band.shape[0], layout=gl.SliceLayout(1, band.type.layout))
+        return from_e4m3(band, True) * gl.expand_dims(gl.load(state_scales_ptr + v), 1)
+    else:
+        return band.to(gl.float32)
+
+
+@gluon.jit
+def write_fp8(S, codes_ptr, scales_ptr, first_v, N: gl.constexpr):
+    """Round a band to fp8 and write; returns what a read gives."""
+    codes, scales, values = encode_fp8(S, True)
+    put(codes_ptr + first_v * N, codes)
+    gl.store(scales_ptr + first_v + gl.arange(0, S.shape[0], layout=scales.type.layout), scales)
+    return values
+
+
+@gluon.jit
+def write_plain(S, state_ptr, first_v, N: gl.constexpr):
+    """Round a band to the checkpoint's dtype and write; returns what the memory now holds, in fp32."""
+    L: gl.constexpr = S.type.layout
+    stored = S.to(state_ptr.dtype.element_ty)
+    v = gl.expand_dims((first_v + gl.arange(0, S.shape[0], layout=gl.SliceLayout(1, L))) * N, 1)
+    gl.store(state_ptr + v + gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, L)), 0), stored)
+    return stored.to(gl.float32)
+
+
+@gluon.jit
+def write_nvfp4(S, C, codes_ptr, scales_ptr, first_v, scale, inverse, N: gl.constexpr, EXACT: gl.constexpr):
+    """Round a band to nvfp4 and write; returns what a read gives times C, and where `EXACT` might round otherwise."""
+    codes, scales, numbers, read, doubtful = encode_nvfp4_numbers(S, scale, inverse, EXACT, True)
+    put(codes_ptr + first_v * (N // 2), codes)
+    put(scales_ptr + first_v * (N // 16), scales)
+    C = gl.convert_layout(gl.reshape(C, [N // 16, 16]), gl.SliceLayout(0, numbers.type.layout), assert_trivial=True)
+    y = gl.sum(gl.sum(numbers * gl.expand_dims(C, 0), 2) * read, 1)
+    return gl.convert_layout(y, gl.SliceLayout(1, S.type.layout), assert_trivial=True), doubtful.to(gl.int32)
+
+
+@gluon.jit
+def write_rounded(S, codes_ptr, scales_ptr, first_v, N: gl.constexpr, READ: gl.constexpr):
+    """Round a band to a format without a head's scale and write; returns what a read gives."""
+    if READ == "int8":
+        codes, scales, values = encode_int8(S, True)
+        put(codes_ptr + first_v * N, codes)
+        put(scales_ptr + first_v * (N // 32), scales)
+    elif READ == "fp8":
+        values = write_fp8(S, codes_ptr, scales_ptr, first_v, N)
+    elif READ == "bf16":
+        codes = S.to(gl.bfloat16)
+        put(codes_ptr + first_v * N, codes)
+        values = codes.to(gl.float32)
+    else:
+        values = S
+    return values
+
+
+@gluon.jit
+def rows_to_flush(
+    first, batch, slot_indices_ptr, cursors_ptr, num_slots, buffer_len, pad_slot_id, COUNT: gl.constexpr
+):
+    """Bit i: row first + i of the batch flushes in this step."""
+    i = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    slot = gl.load(slot_indices_ptr + first + i, mask=first + i < batch, other=-1)
+    valid = (slot != pad_slot_id) & (slot >= 0) & (slot < num_slots)
+    cursor = cursors_ptr + slot.to(gl.int64) * 4
+    committed = gl.load(cursor + 1, mask=valid, other=0)
+    limit = gl.load(cursor + 2, mask=valid, other=0)
+    return gl.sum(gl.where((committed > 0) & (committed + 1 > gl.minimum(limit, buffer_len)), 1 << i, 0), 0)

@@ -1,0 +1,128 @@
+"""A program of the Mamba-2 read kernel that computes outputs from the read copy and the ring."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from replayssm.ops.gluon_formats import E2M1_UNIT
+from replayssm.ops.mamba2.gluon_names import view
+from replayssm.ops.mamba2.gluon_parts import load_timestep
+from replayssm.ops.mamba2.gluon_read_rows import (
+    gated,
+    load_rows_B,
+    load_rows_dt,
+    load_rows_x,
+    own_weights,
+    ring_B_layout,
+    ring_sums,
+    threads_layout,
+    weigh_rows,
+    weights_layout,
+)
+from replayssm.ops.mamba2.gluon_read_state import (
+    block_of,
+    load_columns,
+    power_of_two,
+    row_bytes,
+    stage_columns,
+    state_sums,
+)
+
+
+@gluon.jit
+def read_program(
+    item, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr,
+    ring_x_ptr, ring_B_ptr, ring_dt_ptr, cursors_ptr, slot_indices_ptr, out_ptr, codes_ptr, scales_ptr, global_ptr,
+    num_slots, buffer_len, pad_slot_id,
+    x_token, x_head, dt_token, B_token, B_group, C_token, C_group, z_token, z_head, out_token, out_head,
+    ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head,
+    codes_slot, scales_slot, global_slot,
+    H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, READ: gl.constexpr,
+    HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr,
+):  # fmt: skip
+    """Outputs of TILES tiles of state rows of one batch row and group, unless the row flushes."""
+    WARPS: gl.constexpr = gl.num_warps()
+    TILE: gl.constexpr = 16 * WARPS
+    CHUNKS: gl.constexpr = H // G * P // (TILE * TILES)
+    # Elements of K under the 8 columns of one accumulator.
+    PART: gl.constexpr = min(N, 128) if block_of(READ) > 0 else N
+    WIDTH: gl.constexpr = 1 << max((TILES + 1) // 2 - 1, 0).bit_length()
+    STACKED: gl.constexpr = max(1 << (TILES - 1).bit_length(), 8)
+    SPAN: gl.constexpr = TILE * TILES
+    NUM_HEADS: gl.constexpr = SPAN // P if SPAN % P == 0 else (SPAN + P - 2) // P + 1
+    HEADS: gl.constexpr = 1 << (NUM_HEADS - 1).bit_length()
+    L2: gl.constexpr = threads_layout(WIDTH, WARPS)
+    LT: gl.constexpr = gl.SliceLayout(1, L2)
+    LH: gl.constexpr = gl.SliceLayout(0, weights_layout(ROWS, WARPS))
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    chunk = item % CHUNKS
+    g = (item // CHUNKS % G).to(gl.int64)
+    row = (item // (CHUNKS * G)).to(gl.int64)
+    slot = gl.load(slot_indices_ptr + row)
+
+    # Every thread has WIDTH state rows of one head.
+    t = gl.arange(0, 32 * WARPS, layout=LT)
+    own_row = gl.minimum(t * WIDTH, SPAN - WIDTH)
+    first_h = g * (H // G) + chunk * SPAN // P
+    own_head = (chunk * SPAN % P + own_row) // P
+    v = (chunk * SPAN + own_row) % P
+    h = first_h + own_head
+    e = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L2)), 0)
+    some = gl.expand_dims(t * WIDTH < SPAN, 1)
+    out_ptrs = gl.expand_dims(out_ptr + row * out_token + h * out_head + v, 1) + e
+    if (slot == pad_slot_id) | (slot < 0) | (slot >= num_slots):
+        gl.store(out_ptrs, gl.zeros([32 * WARPS, WIDTH], out_ptr.dtype.element_ty, layout=L2), mask=some)
+        return
+    base = slot.to(gl.int64)
+    start = gl.load(cursors_ptr + base * 4)
+    live = gl.load(cursors_ptr + base * 4 + 1)
+    limit = gl.load(cursors_ptr + base * 4 + 2)
+    # All that does not depend on others is asked for before anything is waited for.
+    C_ptr += row * C_token + g * C_group
+    first_row = g * (H // G) * P + chunk * SPAN
+    codes_ptr += base * codes_slot + first_row * row_bytes(READ, N)
+    scales_ptr += base * scales_slot + first_row * (N // block_of(READ) if block_of(READ) > 0 else 1)
+    C = gl.load(C_ptr + gl.arange(0, N, layout=gl.SliceLayout(0, ring_B_layout(N, WARPS))))
+    columns = load_columns(C_ptr, READ, N, PART)
+    heads = first_h + gl.minimum(gl.arange(0, HEADS, layout=LH), NUM_HEADS - 1)
+    A = gl.load(A_ptr + heads)
+    D = gl.load(D_ptr + heads).to(gl.float32) if HAS_D else A * 0.0
+    dt = load_timestep(dt_ptr + row * dt_token, dt_bias_ptr, heads, HAS_BIAS, SOFTPLUS)
+    scale = gl.load(global_ptr + base * global_slot + heads) * E2M1_UNIT if READ == "nvfp4" else 1.0
+    if (live > 0) & (live + 1 > gl.minimum(limit, buffer_len)):
+        return
+    B = load_rows_B(
+        B_ptr + row * B_token + g * B_group, ring_B_ptr + base * ring_B_slot + g * ring_B_group, start, live, ROWS, N, R
+    )
+    own_dt, younger_dt = load_rows_dt(
+        ring_dt_ptr + base * ring_dt_slot + heads * ring_dt_head, start, live, ROWS, R
+    )
+    x_ptrs = x_ptr + row * x_token + h * x_head + v
+    ring_x_ptrs = ring_x_ptr + base * ring_x_slot + h * ring_x_head + v
+    x = load_rows_x(x_ptrs, ring_x_ptrs, start, live, 0, 8, P, R, WIDTH)
+
+    factor, unit = power_of_two(C) if READ != "bf16" else (1.0, 1.0)
+    lows, highs = (), ()
+    for p in gl.static_range(N // PART):
+        low, high = stage_columns(columns[p], factor, READ)
+        lows, highs = lows + (low,), highs + (high,)
+    weight, decay = weigh_rows(B, C, dt, own_dt, younger_dt, A, D, live)
+    weights = own_weights(weight, own_head, L2)
+    y = gl.convert_layout(ring_sums(x, weights[0]), L2, assert_trivial=True)
+    for i in gl.static_range(1, ROWS // 8):
+        if live >= i * 8:
+            x = load_rows_x(x_ptrs, ring_x_ptrs, start, live, i * 8, 8, P, R, WIDTH)
+            y += gl.convert_layout(ring_sums(x, weights[i]), L2, assert_trivial=True)
+    decay = gl.expand_dims(gl.gather(decay * unit * scale, own_head, 0), 1)
+    sums = gl.allocate_shared_memory(gl.float32, [STACKED, TILE], PLAIN)
+    sums.store(state_sums(codes_ptr, scales_ptr, lows, highs, TILES, GROUP, READ, N, PART))
+    scaled = view(sums.slice(0, 2 * WIDTH), [32 * WARPS, WIDTH], PLAIN).load(L2) * decay
+    if READ == "fp8":
+        scaled *= gl.load(gl.expand_dims(scales_ptr + own_row, 1) + e)
+    y += scaled
+    if HAS_Z:
+        z = gl.load(gl.expand_dims(z_ptr + row * z_token + h * z_head + v, 1) + e)
+        y = gated(y, z)
+    gl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=some)

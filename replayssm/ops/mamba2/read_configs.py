@@ -1,0 +1,98 @@
+"""Launch configurations of the Mamba-2 kernels with read copies: data, chosen from what the host knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """How the step kernel with a read copy is launched.
+
+    kernel: "triton" (portable, a head a program) or "gluon". For Gluon: a flushing program replays one head of each row
+    that flushes among `flush_rows` batch rows; after those, a reading program covers `tiles` tiles of 16 `num_warps`
+    state rows of one batch row and group, `group` of them in flight; at the end `appenders` programs a row write the
+    new tokens.
+    """
+
+    kernel: str
+    num_warps: int
+    tiles: int = 1
+    group: int = 1
+    flush_rows: int = 1
+    appenders: int = 1
+    max_registers: int | None = None
+
+    def __str__(self) -> str:
+        if self.kernel == "triton":
+            return f"triton: a head a program, {self.num_warps} warps"
+        return f"gluon: {self.tiles} x {16 * self.num_warps} state rows, {self.num_warps} warps"
+
+
+@dataclass(frozen=True)
+class ReadShape:
+    """What a choice depends on besides the batch; `fast`: the arguments are such as the Gluon kernel takes."""
+
+    num_heads: int
+    n_groups: int
+    head_dim: int
+    d_state: int
+    read: str
+    checkpoint: str
+    arch: str
+    fast: bool = True
+
+
+def fits(config: ReadConfig, shape: ReadShape) -> bool:
+    """Whether a configuration of the Gluon kernel can serve a layer of this shape."""
+    rows = shape.num_heads // shape.n_groups * shape.head_dim
+    width = 1 << max((config.tiles + 1) // 2 - 1, 0).bit_length()
+    return (
+        shape.arch == "sm90"
+        and shape.fast
+        and shape.d_state in (64, 128, 256)
+        and shape.head_dim % (4 * config.num_warps) == 0
+        and rows % (16 * config.num_warps * config.tiles) == 0
+        and config.tiles % config.group == 0
+        and (config.group == 1 or shape.d_state <= 128)
+        and shape.head_dim % width == 0
+        and shape.num_heads % config.appenders == 0
+    )
+
+
+# Up to a batch, (warps, tiles, tiles in flight) to try in order; the first that fits the layer is used. Measured on one
+# H200. Codes of 4 bits have more tiles in flight in the same registers.
+SMALL = ((4, 2, 2), (4, 3, 1), (4, 1, 1))
+LARGE = ((4, 16, 2), (4, 15, 3), (4, 8, 2), (4, 5, 1), (4, 4, 2), *SMALL)
+STEP = {
+    "nvfp4": (
+        (16, ((8, 2, 2), *SMALL)),
+        (48, ((4, 4, 2), *SMALL)),
+        (1 << 30, ((4, 16, 4), (4, 15, 3), (4, 8, 4), *LARGE)),
+    ),
+    "": ((16, SMALL), (48, ((4, 4, 2), *SMALL)), (1 << 30, LARGE)),
+}
+WIDE = ((16, 8, 1), (16, 4, 1), (16, 2, 1), (16, 1, 1), (8, 1, 1), (4, 1, 1))  # d_state 256
+
+
+@cache
+def read_config(batch: int, shape: ReadShape) -> ReadConfig:
+    """The step kernel's configuration."""
+    table = STEP.get(shape.read, STEP[""])
+    wide = shape.d_state > 128
+    choices = (
+        WIDE[0 if batch > 48 else 2 :] if wide else next(choices for largest, choices in table if batch <= largest)
+    )
+    flush_rows = 16 if batch > 48 else 4 if batch > 16 else 1
+    for warps, tiles, group in choices:
+        config = ReadConfig("gluon", warps, tiles, group, flush_rows, 4, None if wide else 128)
+        if fits(config, shape):
+            return config
+    return portable_config(shape)
+
+
+def portable_config(shape: ReadShape) -> ReadConfig:
+    """The portable kernel's configuration: a head is one program's."""
+    padded = (1 << (shape.head_dim - 1).bit_length()) * (1 << (shape.d_state - 1).bit_length())
+    return ReadConfig("triton", min(max(padded // 1024, 4), 32))

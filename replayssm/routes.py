@@ -1,0 +1,106 @@
+"""What runs a plan: which formats its backend serves, which batches decode stepwise, which kernels a batch gets."""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+
+from replayssm.checks import ReplayError
+from replayssm.config import LayerSpec
+from replayssm.formats import CHECKPOINT_FORMATS, READ_FORMATS
+from replayssm.ops.registry import launch_module, read_launch_module
+
+if TYPE_CHECKING:
+    from replayssm.plan import Plan
+
+
+def check_runnable(plan: Plan) -> None:
+    """Raise unless the plan's backend has kernels for the formats of every layer; torch has them all."""
+    if plan.backend != "triton":
+        return
+    if plan.route == "stepwise" and plan.checkpoint == "fp8":
+        raise ReplayError("route is 'stepwise' with checkpoint 'fp8'; allowed on a GPU: route auto, replay")
+    for spec in plan.layers:
+        read = plan.read_format(spec.layer_idx)
+        if not _runs(plan, spec, plan.checkpoint, read):
+            pairs = [f"{r}/{c}" for c, r in product(CHECKPOINT_FORMATS, READ_FORMATS) if _runs(plan, spec, c, r)]
+            shape = "x".join(map(str, spec.state_shape))
+            raise ReplayError(
+                f"read/checkpoint is {read}/{plan.checkpoint} with rounding {plan.rounding!r} and num_draft_tokens "
+                f"{plan.num_draft_tokens} for {spec.family} {shape}; allowed on a GPU: {', '.join(pairs) or 'no pair'}"
+            )
+
+
+def _runs(plan: Plan, spec: LayerSpec, checkpoint: str, read: str) -> bool:
+    if not is_special(checkpoint, read, plan.rounding):
+        return True
+    module = read_launch_module(spec.family)
+    if module is None or not READ_FORMATS[read].fits(spec.state_shape[2]):
+        return False
+    options = {"max_window_len": plan.max_window_len, "rounding": plan.rounding}
+    return bool(module.supports(spec, checkpoint=checkpoint, read=read, **options))
+
+
+def is_special(checkpoint: str, read: str, rounding: str) -> bool:
+    """Whether a GPU needs other kernels than those of plain checkpoints."""
+    return read != "none" or checkpoint == "fp8" or rounding == "stochastic"
+
+
+def stepwise_batch(plan: Plan) -> int:
+    """Largest batch that decodes stepwise; drafts need the ring, and a 16-bit state is rounded less often by it."""
+    if plan.route != "auto":
+        return 2**31 if plan.route == "stepwise" else 0
+    on_gpu = plan.backend == "triton" and torch.device(plan.device).type == "cuda" and torch.cuda.is_available()
+    reads_copies = any(plan.read_format(spec.layer_idx) != "none" for spec in plan.layers)
+    if not on_gpu or plan.num_draft_tokens or plan.checkpoint != "fp32" or reads_copies:
+        return 0
+    return _largest_stepwise_batch(plan)
+
+
+@functools.cache
+def _largest_stepwise_batch(plan: Plan) -> int:
+    """Up to which batch every layer decodes faster stepwise."""
+    device, largest = torch.device(plan.device), 0
+    while largest < 1024 and all(
+        launch_module(spec.family).stepwise_wins(plan.checkpoint_dtype, largest + 1, spec, device, plan.ring_len)
+        for spec in plan.layers
+    ):
+        largest += 1
+    return largest
+
+
+def kernels(plan: Plan, batch: int) -> dict[str, str]:
+    """What a step of `batch` rows runs, by layer family, state shape and (where there is one) read format."""
+    chosen = {}
+    for spec in plan.layers:
+        read = plan.read_format(spec.layer_idx)
+        name = f"{spec.family} {'x'.join(map(str, spec.state_shape))}" + ("" if read == "none" else f", {read}")
+        if name in chosen:
+            continue
+        if batch <= plan.stepwise_batch:
+            chosen[name] = "stepwise"
+        elif plan.backend != "triton":
+            chosen[name] = plan.backend
+        else:
+            chosen[name] = _kernel(plan, spec, read, batch)
+    return chosen
+
+
+def _kernel(plan: Plan, spec: LayerSpec, read: str, batch: int) -> str:
+    device = torch.device(plan.device)
+    if plan.rounding == "stochastic":
+        return "triton"  # only the portable kernels round stochastically
+    if is_special(plan.checkpoint, read, plan.rounding):
+        module = read_launch_module(spec.family)
+        assert module is not None
+        options = {"checkpoint": plan.checkpoint, "read": read, "batch": batch, "ring_len": plan.ring_len}
+        return str(module.route(spec, device=device, **options))
+    launch = launch_module(spec.family)
+    one_token = str(launch.route(plan.checkpoint_dtype, batch, spec, device, plan.ring_len))
+    if not plan.num_draft_tokens or not hasattr(launch, "window_route"):
+        return one_token
+    dims = (plan.buffer_len, plan.max_window_len, plan.activation)
+    return f"{one_token}; windows: {launch.window_route(plan.checkpoint_dtype, batch, spec, device, *dims)}"
