@@ -1,12 +1,13 @@
 """Rounding errors of the storage formats on random states and on states that the recurrences have grown.
 
-python benchmarks/format_errors.py [--tokens 4096] [--json]
+python benchmarks/format_errors.py [--tokens 4096] [--captured miniatures/captured.safetensors] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import torch
 
@@ -59,14 +60,25 @@ def relative_errors(state: torch.Tensor, rounded: torch.Tensor, q: torch.Tensor)
     return percent(rounded - state, state), percent((rounded - state) @ q, state @ q)
 
 
-def measure(tokens: int) -> list[dict[str, object]]:
+def captured_states(path: Path) -> dict[str, torch.Tensor]:
+    """States of trained models, as `capture_states.py` keeps them."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    return {f"{key.split('.')[0]} trained": state for key, state in tensors.items() if key.endswith(".state")}
+
+
+def measure(tokens: int, captured: Path | None) -> list[dict[str, object]]:
     """One row a format and kind of state."""
     generator = torch.Generator().manual_seed(0)
     states = {"random": random_states(generator), **grown_states(tokens, generator)}
+    states |= captured_states(captured) if captured else {}
     table = []
     for kind, state in states.items():
         q = torch.randn(len(state), K, 256, generator=generator)
-        words = random_words(torch.arange(len(state)), torch.zeros(len(state), dtype=torch.int32), (V, K))
+        words = random_words(
+            torch.arange(len(state)), torch.zeros(len(state), dtype=torch.int32), tuple(state.shape[1:])
+        )
         for format in FORMATS:
             for noise in (None, words) if format in STOCHASTIC else (None,):
                 rounded = dequantize(quantize(state, format, words=noise))
@@ -80,9 +92,10 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--captured", type=Path)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    table = measure(arguments.tokens)
+    table = measure(arguments.tokens, arguments.captured)
     if arguments.json:
         print(json.dumps(table, indent=2))
         return

@@ -150,7 +150,8 @@ def test_demo_agrees(capsys):
     assert found["agree"] and [model["family"] for model in found["models"]] == ["mamba2", "gdn", "kda"]
     for model in found["models"]:
         assert model["plain_text"] == model["replay_text"] and len(model["plain_text"]) == 40
-        assert model["flushes"] >= 4 and model["traffic_ratio"] > 1 and len(model["layers"]) == 3
+        assert model["flushes"] >= 4 and model["traffic_ratio"] > 1
+        assert len(model["layers"]) == (4 if model["family"] == "mamba2" else 3)
     # The first layer's inputs do not depend on any state: its recurrence must be exactly the plain one.
     assert found["models"][0]["layers"][0]["bit_equal"] or found["device"] != "cpu"
 
@@ -159,7 +160,7 @@ def test_demo_tables_and_exit_code_of_a_disagreement(capsys, monkeypatch):
     monkeypatch.setattr(demo_run, "_relative_error", lambda found, expected: float("nan"))
     assert main(["demo", "--tokens", "4"]) == 1
     out = capsys.readouterr().out
-    assert "DISAGREEMENT" in out and "FAILED" in out and "ReplaySSM" in out and "noise" in out
+    assert "DISAGREEMENT" in out and "FAILED" in out and "ReplaySSM" in out and "trained" in out
 
 
 def test_human_bytes():

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from replayssm.cli import bench, check, demo, env, plan
+from replayssm.cli import bench, check, demo, drift, env, formats, plan
 from replayssm.env import package_version
 
 app = typer.Typer(name="replayssm", add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -17,6 +17,8 @@ app.command("plan")(plan.command)
 app.command("demo")(demo.command)
 app.command("check")(check.command)
 app.command("bench")(bench.command)
+app.command("drift")(drift.command)
+app.command("formats")(formats.command)
 
 
 @app.callback(invoke_without_command=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    tokens: Annotated[int, typer.Option(help="Bytes of text that each model generates.")] = 160,
+    tokens: Annotated[int, typer.Option(help="Bytes of text that each model generates.")] = 240,
     buffer_len: Annotated[int, typer.Option(help="Committed rows a slot may hold before it flushes.")] = 16,
     json: JsonFlag = False,
 ) -> None:
@@ -24,6 +24,7 @@ def command(
     import torch
 
     from replayssm.checks import ReplayError, check_int
+    from replayssm.cli.demo_run import PROMPT
     from replayssm.env import package_version
     from replayssm.plan import MAX_BUFFER_LEN
 
@@ -35,8 +36,9 @@ def command(
     # The models' tensors are tiny: a second thread would only wait for the first.
     torch.set_num_threads(1)
     if not json:
-        console().print(f"Three small hybrid models over bytes, fp32, on {_name(device)}.")
-        console().print("Their weights are random and seeded: the text is noise until trained miniatures replace them.")
+        console().print(f"Three small hybrid models over bytes, trained on Python sources; fp32, on {_name(device)}.")
+        console().print("They go on from this prompt, with the plain cache and with ReplaySSM:\n")
+        console().print(_indented(PROMPT), style="dim", soft_wrap=True)
     results = _compare_all(device, tokens, buffer_len, show=not json)
     agree = all(result.agrees for result in results)
     if json:
@@ -67,10 +69,11 @@ def _compare_all(device: torch.device, tokens: int, buffer_len: int, *, show: bo
 def _show(result: Comparison) -> None:
     out = console()
     out.print(f"\n{result.title}", style="bold")
-    out.print(f"  prompt     {result.prompt}", soft_wrap=True)
-    out.print(f"  plain      {result.plain_text}", soft_wrap=True)
-    out.print(f"  ReplaySSM  {result.replay_text}", soft_wrap=True)
-    same = "the same" if result.plain_text == result.replay_text else "DIFFERENT"
+    out.print(_indented(result.replay_text), soft_wrap=True)
+    same = "the same both ways" if result.plain_text == result.replay_text else "DIFFERENT"
+    if result.plain_text != result.replay_text:
+        out.print("  with the plain cache:")
+        out.print(_indented(result.plain_text), soft_wrap=True)
     out.print(f"  text       {same}; logits differ by at most {result.logit_error:.1e} (allowed {result.allowed:.1e})")
     stepwise, replay = human_bytes(result.stepwise_bytes), human_bytes(result.replay_bytes)
     out.print(f"  traffic    {stepwise} a token plain, {replay} ReplaySSM: {result.traffic_ratio:.2f}x less (counted)")
@@ -79,6 +82,10 @@ def _show(result: Comparison) -> None:
         verdict = "bit-equal" if layer.bit_equal else error
         out.print(f"  state      layer {layer.layer_idx}: {verdict}" + ("" if layer.agrees else "  FAILED"))
     out.print(f"  flushes    {result.flushes} in {result.tokens} tokens; {result.seconds:.1f} s", style="dim")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    | {line}" for line in text.rstrip("\n").split("\n"))
 
 
 def _name(device: torch.device) -> str:

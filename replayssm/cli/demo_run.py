@@ -12,9 +12,18 @@ import torch
 from replayssm.cli.demo_models import TITLES, build
 from replayssm.cursors import NUM_FLUSHES
 
-PROMPT = "The river keeps what it needs of every stream and forgets the rest. "
+PROMPT = '''class LineReader:
+    """Read a text file line by line."""
+
+    def __init__(self, path, encoding="utf-8"):
+        self.path = path
+        self.encoding = encoding
+        self.lines = []
+
+    def read(self):
+'''
 FP32_UNIT = 2.0**-23
-_NOT_TEXT = [byte for byte in range(256) if not 32 <= byte < 127]
+_NOT_TEXT = [byte for byte in range(256) if byte != 10 and not 32 <= byte < 127]
 
 
 @dataclass(frozen=True)
@@ -120,6 +129,8 @@ def _generate(model: Any, tokens: int, on_token: Callable[[], object]) -> Any:
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=tokens,
         do_sample=True,
+        temperature=0.6,
+        top_k=0,
         suppress_tokens=_NOT_TEXT,
         streamer=_Ticker(on_token),
         return_dict_in_generate=True,
