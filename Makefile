@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing before them but Linux and Python >= 3.10 with its venv module.
 .DELETE_ON_ERROR:
-.PHONY: demo test lint check-types unit test-gpu test-versions lock clean
+.PHONY: demo test lint check-types unit test-gpu test-versions test-vllm lock clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,8 +11,8 @@ PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
 # One thread a worker: the suite's tensors are tiny and the workers share the cores.
-unit test-gpu test-versions: export OMP_NUM_THREADS := 1
-unit test-gpu test-versions: export MKL_NUM_THREADS := 1
+unit test-gpu test-versions test-vllm: export OMP_NUM_THREADS := 1
+unit test-gpu test-versions test-vllm: export MKL_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -44,6 +44,13 @@ VERSIONS_STAMP := $(VERSIONS_VENV)/.requirements-installed
 test-versions: $(VERSIONS_STAMP)
 	$(VERSIONS_VENV)/bin/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS) $(VERSIONS_TESTS)
 
+# The vLLM plugin on vLLM's CPU platform, in an environment of its own: Python 3.11 or newer, 3 GB.
+VLLM_VENV := .cache/venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.requirements-installed
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS) tests/vllm_plugin
+
 # A torch built for CUDA brings the Triton it was built with; any other torch gets the pinned one.
 define make_venv
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -64,6 +71,12 @@ $(VERSIONS_STAMP): $(REQUIREMENTS)
 	$(call make_venv,$(VERSIONS_VENV))
 	$(VERSIONS_VENV)/bin/python -m pip install --quiet "transformers==$(TRANSFORMERS)"
 	$(VERSIONS_VENV)/bin/python -m pip install --quiet --no-deps "triton==$(TRITON)"
+	@touch $@
+
+# vLLM's CPU build asks for packages that text models do without, so its requirements are listed whole.
+$(VLLM_STAMP): $(REQUIREMENTS) requirements/vllm.txt
+	$(call make_venv,$(VLLM_VENV))
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/vllm.txt
 	@touch $@
 
 # Rewrites requirements/dev.txt from pyproject.toml. CUDA packages are left to torch's own exact pins.

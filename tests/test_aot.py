@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from replayssm.ops.commit_aot import aot_cases as commit_cases  # noqa: E402
+from replayssm.ops.conv_aot import aot_cases as conv_cases  # noqa: E402
 from replayssm.ops.delta.aot import aot_cases as delta_cases  # noqa: E402
 from replayssm.ops.delta.read_aot import aot_cases as delta_read_cases  # noqa: E402
 from replayssm.ops.mamba2.aot import aot_cases as mamba2_cases  # noqa: E402
@@ -39,6 +40,7 @@ def by_target() -> Iterator[Any]:
         ("delta", delta_read_cases),
         ("window", window_cases),
         ("commit", commit_cases),
+        ("conv", conv_cases),
     )
     for family, cases in families:
         compiled = set()

@@ -1,0 +1,111 @@
+"""One vLLM engine with dummy weights: GPU-busy and wall time of a decode step, by batch. `serve.py` runs it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+DELAY = 12  # steps before a profile starts: by then every prompt is read and the batch is whole
+STEPS = 31
+
+
+def arguments(spec: dict[str, Any], traces: Path) -> dict[str, Any]:
+    """Arguments of vllm.LLM: no checkpoint, no tokenizer, CUDA graphs at powers of two."""
+    largest = max(spec["batches"])
+    sizes = [2**i for i in range(20) if 2**i <= largest * (1 + spec["draft_tokens"])]
+    profiler = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(traces),
+        "torch_profiler_activities": ["CUDA"],
+        "torch_profiler_with_stack": False,
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,
+    }
+    return {
+        "model": spec["model"],
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "max_num_seqs": largest,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": spec["gpu_fraction"],
+        "compilation_config": {"cudagraph_capture_sizes": sizes},
+        "profiler_config": profiler,
+        **spec["llm"],
+    }
+
+
+def busy_ms(trace: Path) -> float:
+    """Time in which at least one kernel or copy ran, from a torch profiler's trace, in milliseconds."""
+    with (gzip.open if trace.suffix == ".gz" else open)(trace, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e.get("cat") in kinds)
+    busy, end = 0.0, float("-inf")
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy / 1e3
+
+
+class Bench:
+    """An engine and its workload: random prompts, greedy, every answer as long as asked."""
+
+    def __init__(self, spec: dict[str, Any], traces: Path) -> None:
+        from vllm import LLM
+
+        self.traces, self.rng = traces, random.Random(0)
+        self.llm = LLM(**arguments(spec, traces))
+        self.config = self.llm.llm_engine.vllm_config
+        self.vocabulary = self.config.model_config.get_vocab_size()
+
+    def generate(self, batch: int, tokens: int) -> float:
+        """Seconds that a batch of requests takes."""
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(
+            temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        prompts = [[self.rng.randrange(10, self.vocabulary - 10) for _ in range(128)] for _ in range(batch)]
+        start = time.perf_counter()
+        self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
+        return time.perf_counter() - start
+
+    def measure(self, batch: int) -> dict[str, Any]:
+        """GPU-busy ms a step from a profile of steady steps; wall ms a token of a request from two lengths."""
+        self.generate(batch, 8)
+        wall = (self.generate(batch, 128) - self.generate(batch, 32)) / 96 * 1e3
+        name = f"batch{batch}"
+        self.llm.start_profile(name, delay_iterations=DELAY, max_iterations=STEPS)
+        self.generate(batch, 4 * (DELAY + STEPS) if self.config.speculative_config else DELAY + STEPS + 24)
+        self.llm.stop_profile()
+        time.sleep(1)  # the engine's process writes the trace
+        trace = max(self.traces.glob(f"{name}_*.json*"), key=os.path.getmtime)
+        return {"batch": batch, "busy_ms": busy_ms(trace) / STEPS, "wall_ms": wall}
+
+    def concurrency(self) -> float:
+        """How many requests of `max_model_len` the memory holds, as vLLM's log says; 0 if this vLLM does not tell."""
+        return float(getattr(self.config.cache_config, "kv_cache_max_concurrency", None) or 0)
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(spec, Path(folder))
+        bench.generate(max(spec["batches"]), 8)
+        result = {"steps": [bench.measure(batch) for batch in spec["batches"]], "concurrency": bench.concurrency()}
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads must not hold up the exit

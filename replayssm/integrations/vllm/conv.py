@@ -1,0 +1,51 @@
+"""The convolution before the recurrence: one token a row by our kernel where it fits, everything else by vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
+
+from replayssm.integrations.vllm.group import NULL_BLOCK, Rows
+
+WIDTH = 4
+
+
+def convolve(
+    x: torch.Tensor, pages: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Any, rows: Rows
+) -> torch.Tensor:
+    """The convolved tokens of decode rows, and their blocks' convolution states moved on.
+
+    x [tokens, channels], which may be overwritten; pages: vLLM's convolution states [blocks, taps - 1, channels] (or
+    transposed, as vLLM is configured); weight [channels, taps], bias [channels].
+    """
+    step = rows.decodes
+    assert step is not None
+    if x.is_cuda and step.query_start_loc is None and _fits(x, pages, weight):
+        from replayssm.ops.conv_launch import conv_step
+
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        silu = activation in ("silu", "swish", True)
+        conv_step(x, weight, bias, pages, step.slot_indices, out, silu=silu, pad_slot_id=NULL_BLOCK)
+        return out
+    states = pages if is_conv_state_dim_first() else pages.transpose(-1, -2)
+    return causal_conv1d_update(
+        x,
+        states,
+        weight,
+        bias,
+        activation,
+        conv_state_indices=step.slot_indices,
+        num_accepted_tokens=rows.accepted,
+        query_start_loc=step.query_start_loc,
+        max_query_len=step.max_window_len,
+        null_block_id=NULL_BLOCK,
+    )
+
+
+def _fits(x: torch.Tensor, pages: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernel serves these layouts: four taps, channels last, as many states as taps - 1."""
+    plain = not is_conv_state_dim_first() and pages.shape[1] == WIDTH - 1 and pages.stride(2) == 1
+    return plain and weight.shape[1] == WIDTH and weight.is_contiguous() and x.stride(1) == 1

@@ -1,0 +1,117 @@
+"""One KV-cache group of vLLM: the cursors that its layers share, and the order of a step.
+
+The layers of a group find a request in the same block, so one tensor of cursors serves them. Different groups give
+different blocks to a request and never share cursors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from replayssm import cursors as cursor_ops
+from replayssm.cursors import Step
+from replayssm.plan import SPREAD_FROM, Plan
+
+NULL_BLOCK = 0  # vLLM keeps this block for padding
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a step, as one group of layers sees them.
+
+    decodes: the rows that go through the ring. accepted [n] int32: tokens that vLLM took of each of their windows
+    before this one (None: all). prefills [n] int32: blocks of the rows that vLLM's own prefill serves; continued [n]
+    int32: the same where the request has a state already, NULL_BLOCK where it starts anew.
+    """
+
+    decodes: Step | None = None
+    accepted: torch.Tensor | None = None
+    prefills: torch.Tensor | None = None
+    continued: torch.Tensor | None = None
+
+
+def decode_step(plan: Plan, blocks: torch.Tensor, query_start_loc: torch.Tensor | None = None) -> Step | None:
+    """One token a row, or windows [query_start_loc[i], query_start_loc[i + 1]); None without rows. Any block stride."""
+    if not len(blocks):
+        return None
+    window, tokens = (1, len(blocks)) if query_start_loc is None else (plan.max_window_len, -1)
+    return Step(blocks.contiguous(), query_start_loc, window, tokens, plan.buffer_len, NULL_BLOCK, epoch=0)
+
+
+def continued_blocks(blocks: torch.Tensor, has_state: torch.Tensor | None) -> torch.Tensor | None:
+    """`Rows.continued` of prefill rows; has_state [n] bool (None: no row has)."""
+    return None if has_state is None else torch.where(has_state, blocks, NULL_BLOCK).int()
+
+
+class Group:
+    """Cursors [num_blocks, 4] of one group, read by every layer and moved once a step.
+
+    Without drafts the last layer commits the step's token. With drafts nobody knows what is accepted before the next
+    step: then `pending` [num_blocks] holds the length of each block's last window, and the first layer commits it.
+    """
+
+    def __init__(self, plan: Plan, num_blocks: int, device: torch.device, layer_names: list[str]) -> None:
+        self.plan = plan
+        self.cursors = torch.zeros(num_blocks, 4, dtype=torch.int32, device=device)
+        self.pending = torch.zeros(num_blocks, dtype=torch.int32, device=device) if plan.num_draft_tokens else None
+        self._first, self._last = layer_names[0], layer_names[-1]
+        self._rows = Rows()
+        self._started = 0
+        self._commit_rows = _commit_function(plan.backend)
+
+    def begin(self, layer_name: str, rows: Callable[[], Rows]) -> Rows:
+        """The rows of this step, found once, by the first layer; captured in a graph as everything else."""
+        if layer_name == self._first:
+            self._rows = rows()
+            if self.pending is not None:
+                self._commit_pending(self._rows, self.pending)
+        return self._rows
+
+    def end(self, layer_name: str) -> None:
+        """After the last layer: move on by what the decode rows took, and start empty rings for prefill rows."""
+        if layer_name != self._last:
+            return
+        rows, step = self._rows, self._rows.decodes
+        if step is not None and self.pending is None:
+            self._commit(step.slot_indices, step.query_start_loc, None)
+        if step is not None and self.pending is not None:
+            self.pending[step.slot_indices.long()] = step.window_lens
+        if rows.prefills is not None:
+            self._reset(rows.prefills, 0 if step is None else len(step.slot_indices))
+
+    def _commit_pending(self, rows: Rows, pending: torch.Tensor) -> None:
+        """Commit what was accepted of the windows before; of a request that a prefill goes on with, all."""
+        decoded = None if rows.decodes is None else rows.decodes.slot_indices
+        for blocks, accepted in ((decoded, rows.accepted), (rows.continued, None)):
+            if blocks is not None:
+                ends = pending[blocks.long()].cumsum(0, dtype=torch.int32)
+                self._commit(blocks, torch.nn.functional.pad(ends, (1, 0)), accepted)
+
+    def _commit(
+        self, blocks: torch.Tensor, query_start_loc: torch.Tensor | None, accepted: torch.Tensor | None
+    ) -> None:
+        limits = {"buffer_len": self.plan.buffer_len, "ring_len": self.plan.ring_len, "pad_slot_id": NULL_BLOCK}
+        self._commit_rows(self.cursors, blocks, query_start_loc, accepted, **limits)
+
+    def _reset(self, blocks: torch.Tensor, others: int) -> None:
+        """Empty rings; in large batches the first windows differ, by order of arrival as block numbers may be alike."""
+        spread, index = self.plan.spread_flushes, blocks.long()
+        cursor_ops.reset(self.cursors, index, self.plan.buffer_len, spread=False)
+        if len(blocks) + others >= SPREAD_FROM if spread is None else spread:
+            order = torch.arange(self._started, self._started + len(blocks), dtype=torch.int32, device=blocks.device)
+            self.cursors[index, cursor_ops.WINDOW_LIMIT] = 1 + order % self.plan.buffer_len
+            self._started = (self._started + len(blocks)) % self.plan.buffer_len
+        if self.pending is not None:
+            self.pending[index] = 0
+
+
+def _commit_function(backend: str) -> Callable[..., None]:
+    """`cursors.commit_rows`, or the kernel of the same signature."""
+    if backend != "triton":
+        return cursor_ops.commit_rows
+    from replayssm.ops.commit_launch import commit
+
+    return commit

@@ -1,0 +1,75 @@
+"""What the plugin serves and what it refuses: decided when vLLM is configured, before a weight is loaded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from replayssm.checks import ReplayError, check_choice, fail
+from replayssm.integrations.vllm.options import chosen_options
+
+VERSIONS = ("0.32", "0.33")
+DRAFTS = (None, "ngram", "ngram_gpu", "mtp")
+DRAFTED = ("falcon_h1", "granitemoehybrid", "nemotron_h")  # Gated DeltaNet with drafts awaits its check on a GPU
+DRAFTS_SERVED = "drafts are served for Mamba-2 models on a GPU, without a draft model of its own state"
+NO_PREFIX_CACHING = "prefix caching copies states between blocks without rings; use --no-enable-prefix-caching"
+MODEL_TYPES = ("falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+
+
+def check_when_configured() -> None:
+    """Let every `VllmConfig` that asks for the plugin be checked when it is made."""
+    from vllm.config import VllmConfig
+
+    original = VllmConfig.__post_init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def checked(config: Any) -> None:
+        original(config)
+        model = config.model_config
+        asked = model is not None and chosen_options(config.additional_config) is not None
+        if asked and model.runner_type != "draft":
+            check_supported(config)
+
+    VllmConfig.__post_init__ = checked
+
+
+def check_supported(config: Any) -> None:
+    """Raise ReplayError for the first thing in vLLM's configuration that the plugin does not serve."""
+    import vllm
+
+    check_version(vllm.__version__)
+    check_choice("model_type with replayssm", _model_type(config), MODEL_TYPES)
+    for name, value, allowed, why in _limits(config):
+        if value not in allowed:
+            raise ReplayError(f"{name} is {value!r}; allowed with replayssm: {', '.join(map(str, allowed))} ({why})")
+
+
+def check_version(version: str) -> None:
+    """Raise unless this vLLM is one whose layers the plugin knows."""
+    if ".".join(version.split(".")[:2]) not in VERSIONS:
+        raise fail("the version of vllm", version, " and ".join(f"{v}.*" for v in VERSIONS))
+
+
+def _model_type(config: Any) -> str:
+    return str(config.model_config.hf_text_config.model_type).removesuffix("_text")
+
+
+def _limits(config: Any) -> list[tuple[str, Any, tuple[Any, ...], str]]:
+    """(what, its value, values served, why not the others)."""
+    cache, drafts = config.cache_config, getattr(config.speculative_config, "method", None)
+    served = DRAFTS if _model_type(config) in DRAFTED and config.device_config.device_type != "cpu" else (None,)
+    return [
+        ("mamba_cache_mode", cache.mamba_cache_mode, ("none",), NO_PREFIX_CACHING),
+        ("use_replayssm", cache.use_replayssm, (False,), "vLLM's own replay of the same layers"),
+        ("kv_transfer_config", config.kv_transfer_config, (None,), "a connector moves states without rings"),
+        ("speculative_config.method", drafts, served, DRAFTS_SERVED),
+        ("enable_dbo", config.parallel_config.enable_dbo, (False,), "the cursors of a step belong to one batch"),
+        (
+            "enable_stochastic_rounding",
+            config.mamba_config.enable_stochastic_rounding,
+            (False,),
+            "a checkpoint is rounded to the nearest, once a window",
+        ),
+    ]

@@ -1,0 +1,7 @@
+"""These tests start vLLM engines: they run in an environment of their own (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import importlib.util
+
+collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]

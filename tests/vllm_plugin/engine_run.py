@@ -1,0 +1,139 @@
+"""Run one vLLM engine in this process and write what it did: `python engine_run.py SPEC.json RESULT.json`.
+
+SPEC: {"model": folder, "llm": arguments of vllm.LLM, "prompts": [[token, ...], ...], "max_tokens": [n, ...],
+"abort": {request: after so many tokens}, "score": whether to score the generated texts again as prompts, "states": a
+file for the plain states of all running requests, taken once every request has run or ended}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def build(spec: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "bfloat16", "seed": 0, "max_model_len": 512}
+    return LLM(spec["model"], **{**arguments, "enable_prefix_caching": False, **spec.get("llm", {})})
+
+
+def generate(llm: Any, spec: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Tokens and their log-probabilities of every request (an aborted one keeps what it had), and the steps it took."""
+    from vllm import SamplingParams
+
+    engine, abort = llm.llm_engine, {int(k): v for k, v in spec.get("abort", {}).items()}
+    for i, (prompt, length) in enumerate(zip(spec["prompts"], spec["max_tokens"], strict=True)):
+        greedy = SamplingParams(
+            temperature=0.0, max_tokens=length, min_tokens=length, ignore_eos=True, detokenize=False, logprobs=0
+        )
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy)
+    outputs: dict[int, Any] = {}
+    wanted, steps = spec.get("states"), 0
+    while engine.has_unfinished_requests():
+        steps += 1
+        for output in engine.step():
+            index = int(output.request_id)
+            outputs[index] = output.outputs[0]
+            if index in abort and len(outputs[index].token_ids) >= abort[index]:
+                engine.abort_request([output.request_id])
+                del abort[index]
+        if wanted and len(outputs) == len(spec["prompts"]) and not abort:
+            torch.save(plain_states(llm), wanted)
+            wanted = None
+    return [_read(outputs[i]) for i in range(len(spec["prompts"]))], steps
+
+
+def _read(output: Any) -> dict[str, Any]:
+    tokens = list(output.token_ids)
+    return {"tokens": tokens, "logprobs": [step[t].logprob for t, step in zip(tokens, output.logprobs, strict=True)]}
+
+
+def score(llm: Any, prompts: list[list[int]], results: list[dict[str, Any]]) -> None:
+    """The log-probabilities of the same tokens from one prefill of prompt and answer."""
+    from vllm import SamplingParams
+
+    one = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, prompt_logprobs=0)
+    texts = [prompt + result["tokens"] for prompt, result in zip(prompts, results, strict=True)]
+    outputs = llm.generate([{"prompt_token_ids": text} for text in texts], one, use_tqdm=False)
+    for prompt, text, result, output in zip(prompts, texts, results, outputs, strict=True):
+        given = output.prompt_logprobs
+        result["scored"] = [given[i][text[i]].logprob for i in range(len(prompt), len(text))]
+
+
+def layers(llm: Any) -> dict[str, Any]:
+    return dict(llm.llm_engine.vllm_config.compilation_config.static_forward_context)
+
+
+def core(llm: Any) -> Any:
+    """The engine core, which runs in this process."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def plain_states(llm: Any) -> dict[str, dict[str, Any]]:
+    """{"tokens": {request: tokens in its state}, layer: {request: state [heads, V, K]}} of the requests that run."""
+    runner = core(llm).model_executor.driver_worker.worker.model_runner
+    running = {r.request_id: r.num_computed_tokens for r in core(llm).scheduler.running}
+    rows = {i: runner.input_batch.req_id_to_index[i] for i in running if i in runner.input_batch.req_id_to_index}
+    states: dict[str, dict[str, Any]] = {"tokens": {i.split("-")[0]: running[i] for i in rows}}
+    for group, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
+        table = runner.input_batch.block_table[group].get_numpy_array()
+        for name in spec.layer_names:
+            layer = layers(llm)[name]
+            if "Mamba" not in type(layer).__name__ and "Delta" not in type(layer).__name__:
+                continue
+            blocks = torch.tensor([int(table[row][0]) for row in rows.values()], dtype=torch.int32)
+            states[name] = dict(zip(states["tokens"], _states(layer, blocks), strict=True))
+    return states
+
+
+def _states(layer: Any, blocks: torch.Tensor) -> torch.Tensor:
+    pool = layer.kv_cache[1]
+    if getattr(layer, "plan", None) is not None:
+        cache, plain = layer.cache(), torch.empty(len(blocks), *pool.shape[1:])
+        if hasattr(layer, "A"):
+            cache.A = layer.A
+        cache.replay(blocks, None, plain, torch.arange(len(blocks), dtype=torch.int32), 0)
+        return plain
+    state = pool[blocks.long()].float()
+    # vLLM's CPU kernels keep Gated DeltaNet's states as [K, V].
+    return state.transpose(-1, -2).contiguous() if "Delta" in type(layer).__name__ else state
+
+
+def count_preemptions(llm: Any) -> list[str]:
+    """A list that grows by the name of every request that is preempted."""
+    scheduler, names = core(llm).scheduler, []
+    preempt = scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = counted
+    return names
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    llm = build(spec)
+    preempted = count_preemptions(llm)
+    results, steps = generate(llm, spec)
+    if spec.get("score"):
+        score(llm, spec["prompts"], results)
+    replayed = sum(getattr(layer, "plan", None) is not None for layer in layers(llm).values())
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    result = {"requests": results, "steps": steps, "replayed": replayed, "blocks": blocks, "preempted": len(preempted)}
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads must not hold up the exit

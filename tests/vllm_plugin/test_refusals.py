@@ -1,0 +1,64 @@
+"""What the plugin does not serve is refused when vLLM is configured, with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import save
+from vllm.engine.arg_utils import EngineArgs
+
+import replayssm.integrations.vllm as plugin
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plugin.register()
+    plugin.register()  # vLLM may load a plugin more than once
+    return save("nemotron_h", tmp_path_factory.mktemp("model") / "nemotron_h")
+
+
+def configure(model: Path, on: bool = True, **changes: Any) -> Any:
+    arguments = {"enable_prefix_caching": False, "max_model_len": 256, "enforce_eager": True, **changes}
+    additional = arguments.pop("additional_config", {"replayssm": True} if on else {})
+    return EngineArgs(
+        str(model), skip_tokenizer_init=True, additional_config=additional, **arguments
+    ).create_engine_config()
+
+
+def test_accepted(model: Path) -> None:
+    assert configure(model).additional_config == {"replayssm": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"enable_prefix_caching": True}, "prefix caching"),
+        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "kv_transfer_config"),
+        ({"speculative_config": DRAFTS}, "drafts are served"),
+        ({"additional_config": {"replayssm": {"buffer_len": 0}}}, "buffer_len"),
+        ({"additional_config": {"replayssm": {"checkpoint": "int4"}}}, "checkpoint"),
+        ({"additional_config": {"replayssm": {"window": 3}}}, "window"),
+    ],
+)
+def test_refused(model: Path, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        configure(model, **changes)
+
+
+def test_nothing_is_refused_without_the_option(model: Path) -> None:
+    configure(model, on=False, enable_prefix_caching=True)
+
+
+def test_refused_for_a_model_without_layers_of_ours(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=128, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(tmp_path)
+    plugin.register()
+    with pytest.raises(ValueError, match="model_type with replayssm is 'llama'"):
+        configure(tmp_path)
