@@ -55,7 +55,8 @@ def window_config(batch: int, shape: WindowShape) -> WindowConfig:
         flushers = -(-batch // 4)
         return WindowConfig("gluon", 64, 4, 2, stages, registers, dependent=True, early=16, flushers=flushers)
     num_tiles = next(n for least, n in TILES if total >= least and tiles % n == 0)
-    settle = 8 if batch >= 128 else 2
+    # KDA's registers leave no room for trading places.
+    settle = 0 if shape.kda else 8 if batch >= 128 else 2
     return WindowConfig("gluon", 64, 4, num_tiles, 1, registers, settle, batch <= 32)
 
 
