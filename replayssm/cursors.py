@@ -123,11 +123,13 @@ def take_back(cursors: torch.Tensor, slots: torch.Tensor, num_tokens: torch.Tens
     cursors[slots, NUM_COMMITTED] = committed - torch.minimum(num_tokens.clamp(min=0), committed)
 
 
-def reset(cursors: torch.Tensor, slots: torch.Tensor, buffer_len: int, *, spread: bool) -> None:
+def reset(
+    cursors: torch.Tensor, slots: torch.Tensor, buffer_len: int, *, spread: bool, order: torch.Tensor | None = None
+) -> None:
     """Empty the rings of `slots` [n] int64. With `spread` the first window of slot s holds 1 + s % buffer_len rows,
 
-    so that requests which start together flush at different steps.
+    so that requests which start together flush at different steps; order [n] int64 takes the slot's place there.
     """
-    limit = 1 + slots % buffer_len if spread else torch.full_like(slots, NO_LIMIT)
+    limit = 1 + (slots if order is None else order) % buffer_len if spread else torch.full_like(slots, NO_LIMIT)
     zero = torch.zeros_like(slots)
     cursors[slots] = torch.stack([zero, zero, limit, zero], 1).to(torch.int32)

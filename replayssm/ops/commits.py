@@ -35,7 +35,9 @@ class CommitOps:
     def __init__(self, backend: str, cursors: torch.Tensor, rings: Sequence[torch.Tensor]) -> None:
         """rings: every ring [num_slots, heads, ring_len(, dim)] of every layer."""
         self._backend, self._cursors, self._rings = backend, cursors, list(rings)
-        self._commit, self._take_back, self._move_rows = (_function(name, backend, cursors.device) for name in SCHEMAS)
+        self._commit, self._take_back, self._move_rows = (
+            commit_function(name, backend, cursors.device) for name in SCHEMAS
+        )
         self._table = moves.ring_table(rings) if backend == "triton" else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommitOps:
@@ -61,7 +63,7 @@ class CommitOps:
         self._move_rows(self._rings, self._cursors, *rows, *table, pad_slot_id=step.pad_slot_id)
 
 
-def _function(name: str, backend: str, device: torch.device) -> Callable[..., None]:
+def commit_function(name: str, backend: str, device: torch.device) -> Callable[..., None]:
     """The op, where the dispatcher would pick the backend for the device; else the backend's own function."""
     if (backend, device.type) in (("torch", "cpu"), ("triton", "cuda")):
         op: Callable[..., None] = getattr(torch.ops.replayssm, name)

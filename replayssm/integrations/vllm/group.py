@@ -13,7 +13,8 @@ import torch
 
 from replayssm import cursors as cursor_ops
 from replayssm.cursors import Step
-from replayssm.plan import SPREAD_FROM, Plan
+from replayssm.ops.commits import commit_function
+from replayssm.plan import Plan
 
 NULL_BLOCK = 0  # vLLM keeps this block for padding
 
@@ -60,7 +61,7 @@ class Group:
         self._first, self._last = layer_names[0], layer_names[-1]
         self._rows = Rows()
         self._started = 0
-        self._commit_rows = _commit_function(plan.backend)
+        self._commit_rows = commit_function("commit", plan.backend, device)
 
     def begin(self, layer_name: str, rows: Callable[[], Rows]) -> Rows:
         """The rows of this step, found once, by the first layer; captured in a graph as everything else."""
@@ -98,20 +99,10 @@ class Group:
 
     def _reset(self, blocks: torch.Tensor, others: int) -> None:
         """Empty rings; in large batches the first windows differ, by order of arrival as block numbers may be alike."""
-        spread, index = self.plan.spread_flushes, blocks.long()
-        cursor_ops.reset(self.cursors, index, self.plan.buffer_len, spread=False)
-        if len(blocks) + others >= SPREAD_FROM if spread is None else spread:
-            order = torch.arange(self._started, self._started + len(blocks), dtype=torch.int32, device=blocks.device)
-            self.cursors[index, cursor_ops.WINDOW_LIMIT] = 1 + order % self.plan.buffer_len
+        spread, index = self.plan.spreads(len(blocks) + others), blocks.long()
+        order = torch.arange(self._started, self._started + len(blocks), device=blocks.device)
+        cursor_ops.reset(self.cursors, index, self.plan.buffer_len, spread=spread, order=order)
+        if spread:
             self._started = (self._started + len(blocks)) % self.plan.buffer_len
         if self.pending is not None:
             self.pending[index] = 0
-
-
-def _commit_function(backend: str) -> Callable[..., None]:
-    """`cursors.commit_rows`, or the kernel of the same signature."""
-    if backend != "triton":
-        return cursor_ops.commit_rows
-    from replayssm.ops.commit_launch import commit
-
-    return commit
