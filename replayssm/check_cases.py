@@ -45,6 +45,7 @@ class CheckCase:
     read: str = "none"
     drafts: int | None = None
     rounding: str = "nearest"
+    replay: str = "auto"
 
     def plan(self, device: torch.device, backend: str = "auto") -> Plan:
         """The plan that the case checks: small batches too are to go through the ring."""
@@ -54,6 +55,7 @@ class CheckCase:
             checkpoint=self.checkpoint,
             read=self.read,
             rounding=self.rounding,
+            replay=self.replay,
             activation=DTYPES[self.activation],
             device=device,
             backend=backend,

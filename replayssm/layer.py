@@ -26,7 +26,7 @@ class LayerCache:
 
     A [num_heads] fp32 is Mamba-2's decay rate, which replaying needs: from `ReplayCache.bind` or the first decode.
     read_copy: what outputs are computed from (None: the checkpoint). state_scales [num_slots, heads, V] fp32: `state`
-    holds e4m3 codes. seeds [num_slots] int64: flushes round stochastically.
+    holds e4m3 codes. seeds [num_slots] int64: flushes round stochastically. replay_form: `Plan.replay_form`.
     """
 
     spec: LayerSpec
@@ -38,6 +38,7 @@ class LayerCache:
     read_copy: QuantizedState | None = None
     state_scales: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
+    replay_form: str = "serial"
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """State, ring and read copy."""
@@ -46,7 +47,7 @@ class LayerCache:
         yield from (t for t in self.op_formats().values() if isinstance(t, torch.Tensor) and t is not self.seeds)
 
     def op_formats(self) -> dict[str, Any]:
-        """The arguments of the step op that say how the state is stored, where it is not one plain tensor."""
+        """The arguments of the step op that say how the state is stored and replayed, where it is not the plain way."""
         given: dict[str, Any] = {}
         if self.read_copy is not None:
             given = {name: getattr(self.read_copy, part) for name, part in _READ_NAMES.items()}
@@ -54,6 +55,8 @@ class LayerCache:
             given["state_scales"] = self.state_scales
         if self.seeds is not None:
             given |= {"seeds": self.seeds, "stream": self.spec.layer_idx}
+        if self.replay_form != "serial":
+            given["replay"] = self.replay_form
         return given
 
     @property
@@ -200,4 +203,5 @@ def _layer(
         read_copy=QuantizedState(plan.read_format(spec.layer_idx), **copy) if copy else None,
         state_scales=tensors.get("state_scales"),
         seeds=seeds,
+        replay_form=plan.replay_form(spec.layer_idx),
     )

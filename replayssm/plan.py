@@ -13,7 +13,7 @@ from replayssm import routes, traffic
 from replayssm.checks import ReplayError, check_choice, check_int
 from replayssm.config import LayerSpec
 from replayssm.formats import CHECKPOINT_FORMATS, READ_FORMATS
-from replayssm.plan_checks import check_device, check_layers, check_read, choose_backend
+from replayssm.plan_checks import check_device, check_layers, check_read, check_replay, choose_backend
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 SPREAD_FROM = 64
@@ -36,6 +36,9 @@ class Plan:
     caches of at least 64 slots, since in small batches a flush has too few other rows' reads to hide under.
     route: "replay" takes every step through the ring, "stepwise" none; "auto" lets batches of up to `stepwise_batch`
     rows decode stepwise, where the kernels' tables say that this is faster.
+    replay: how flushes run the recurrence over the ring. "serial" does it token by token, bit for bit as stepwise
+    decoding does; "chunk" lets GPU kernels take all rows together, by products that are accurate to fp32; "auto" takes
+    serial where bit equality is promised (`replay_form`).
     """
 
     layers: tuple[LayerSpec, ...]
@@ -50,6 +53,7 @@ class Plan:
     route: str = "auto"
     rounding: str = "nearest"
     seed: int = 0
+    replay: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", check_layers(self.layers))
@@ -74,6 +78,7 @@ class Plan:
             raise ReplayError(f"route is 'stepwise' with read {self.read_name!r}; allowed with it: read 'none'")
         object.__setattr__(self, "device", check_device(self.device))
         object.__setattr__(self, "backend", choose_backend(self.backend, torch.device(self.device)))
+        check_replay(self.replay, self.backend, self.activation)
 
     def _check_rounding(self) -> None:
         check_choice("rounding", self.rounding, ROUNDINGS)
@@ -113,6 +118,10 @@ class Plan:
     def read_format(self, layer_idx: int) -> str:
         """The read format of a layer."""
         return self.read if isinstance(self.read, str) else dict(self.read)[layer_idx]
+
+    def replay_form(self, layer_idx: int) -> str:
+        """Whether a layer's flushes replay "serial" or may use the "chunk" form; see `replay`."""
+        return routes.replay_form(self, next(spec for spec in self.layers if spec.layer_idx == layer_idx))
 
     @property
     def read_name(self) -> str:

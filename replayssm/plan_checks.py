@@ -14,6 +14,7 @@ from replayssm.config import GDNSpec, LayerSpec, Mamba2Spec
 from replayssm.formats import READ_FORMATS
 
 BACKENDS = ("auto", "torch", "triton", "reference")
+REPLAYS = ("auto", "serial", "chunk")
 
 
 def check_layers(layers: object) -> tuple[LayerSpec, ...]:
@@ -67,3 +68,13 @@ def choose_backend(backend: str, device: torch.device) -> str:
     if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ReplayError(f"backend is 'triton' on {device}; allowed: a cuda device, or TRITON_INTERPRET=1")
     return backend
+
+
+def check_replay(replay: object, backend: str, activation: torch.dtype) -> None:
+    """The chunk form is one of GPU kernels, and splits nothing but 16-bit inputs exactly."""
+    check_choice("replay", replay, REPLAYS)
+    if replay == "chunk" and (backend != "triton" or activation == torch.float32):
+        raise ReplayError(
+            f"replay is 'chunk' with backend {backend!r} and activation {activation}; allowed: replay auto or serial, "
+            "or backend triton with 16-bit activations"
+        )

@@ -44,6 +44,17 @@ def _runs(plan: Plan, spec: LayerSpec, checkpoint: str, read: str) -> bool:
     return bool(module.supports(spec, checkpoint=checkpoint, read=read, **options))
 
 
+def replay_form(plan: Plan, spec: LayerSpec) -> str:
+    """How a layer's flushes replay: serial where the states of stepwise decoding are promised bit for bit."""
+    if plan.replay != "auto":
+        return plan.replay
+    if plan.backend != "triton" or plan.activation == torch.float32:
+        return "serial"
+    rounded = plan.checkpoint != "fp32"
+    approximate = plan.num_draft_tokens > 0 or plan.read_format(spec.layer_idx) != "none"
+    return "chunk" if rounded or (approximate and spec.family != "mamba2") else "serial"
+
+
 def is_special(checkpoint: str, read: str, rounding: str) -> bool:
     """Whether a GPU needs other kernels than those of plain checkpoints."""
     return read != "none" or checkpoint == "fp8" or rounding == "stochastic"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import replayssm
 from replayssm import GDNSpec, KDASpec, Mamba2Spec, Plan, ReplayError, preset
+from replayssm.config import LayerSpec
 from replayssm.traffic import cycle
 
 KIB = 1024
@@ -131,6 +134,9 @@ def test_tensor_parallel_sizes() -> None:
         ({"spread_flushes": "false"}, "spread_flushes is 'false'"),
         ({"route": "fast"}, "route is 'fast'; allowed: auto, replay, stepwise"),
         ({"route": "stepwise", "num_draft_tokens": 1}, "allowed with drafts: auto, replay"),
+        ({"replay": "exact"}, "replay is 'exact'; allowed: auto, serial, chunk"),
+        ({"replay": "chunk"}, "replay is 'chunk' with backend 'torch'"),
+        ({"replay": "chunk", "device": "cuda", "activation": torch.float32}, "16-bit activations"),
     ],
 )
 def test_bad_plans_are_refused(options: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,3 +172,23 @@ def test_small_caches_flush_in_lockstep_unless_told_otherwise() -> None:
     assert not plan.with_options(spread_flushes=False).spreads(500)
     limits = replayssm.ReplayCache(plan, 64).cursors[:, 2]
     assert sorted(limits.tolist()) == sorted(list(range(1, 17)) * 4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "expected"),
+    [
+        (Mamba2Spec(4, 8, 32, 1), {}, "serial"),
+        (Mamba2Spec(4, 8, 32, 1), {"read": "nvfp4", "num_draft_tokens": 3}, "serial"),
+        (Mamba2Spec(4, 8, 32, 1), {"checkpoint": "bf16"}, "chunk"),
+        (GDNSpec(1, 2, 32, 16), {}, "serial"),
+        (GDNSpec(1, 2, 32, 16), {"read": "nvfp4"}, "chunk"),
+        (GDNSpec(1, 2, 32, 16), {"num_draft_tokens": 3}, "chunk"),
+        (GDNSpec(1, 2, 32, 16), {"num_draft_tokens": 3, "replay": "serial"}, "serial"),
+        (GDNSpec(1, 2, 32, 16), {"checkpoint": "fp16", "activation": torch.float32}, "serial"),
+        (KDASpec(2, 2, 32, 16), {"checkpoint": "fp8"}, "chunk"),
+    ],
+)
+def test_replay_is_serial_where_bits_are_promised(spec: LayerSpec, options: dict[str, Any], expected: str) -> None:
+    assert Plan((spec,), device="cuda", **options).replay_form(0) == expected
+    if "replay" not in options:
+        assert Plan((spec,), **options).replay_form(0) == "serial"

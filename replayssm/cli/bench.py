@@ -33,6 +33,7 @@ def command(
     drafts: Annotated[int, typer.Option(help="Draft tokens a step: times windows of one more token.")] = 0,
     checkpoint: Annotated[str, typer.Option(help="Format of the checkpoint.")] = "fp32",
     read: Annotated[str, typer.Option(help="Format of the read copy.")] = "none",
+    replay: Annotated[str, typer.Option(help="How flushes run the ring: auto, serial or chunk.")] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel size: the times are those of one rank.")] = 1,
     csv_path: Annotated[Path | None, typer.Option("--csv", help="Also write the numbers to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw them to this file (needs the plots extra).")] = None,
@@ -51,7 +52,13 @@ def command(
     batches = [check_int("batch", b, 1) for b in batch or BATCHES]
     spec = next(iter(dict.fromkeys(layer.shard(tp) for layer in model_layers(model))))
     plan = Plan(
-        (spec,), buffer_len=buffer_len, num_draft_tokens=drafts, checkpoint=checkpoint, read=read, device="cuda"
+        (spec,),
+        buffer_len=buffer_len,
+        num_draft_tokens=drafts,
+        checkpoint=checkpoint,
+        read=read,
+        replay=replay,
+        device="cuda",
     )
     plan.check_runnable()
     out = console(stderr=True)
@@ -86,7 +93,7 @@ def require_correct(spec: LayerSpec, plan: Plan, batches: list[int]) -> None:
     mode = "verify" if plan.num_draft_tokens else "decode"
     formats = [("bf16", plan.checkpoint, plan.read_format(spec.layer_idx), plan.rounding)]
     for case in check_cases([shrink(replace(spec, layer_idx=0))], [mode], batches, formats=formats):
-        result = run_check(replace(case, drafts=plan.num_draft_tokens), torch.device("cuda"))
+        result = run_check(replace(case, drafts=plan.num_draft_tokens, replay=plan.replay), torch.device("cuda"))
         if not result.passed:
             raise ReplayError(f"check failed: {result}; see `replayssm check`")
 

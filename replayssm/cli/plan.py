@@ -24,6 +24,7 @@ def command(
     read: Annotated[
         str, typer.Option(help="Format of the read copy, or what `formats --json` printed (a file).")
     ] = "none",
+    replay: Annotated[str, typer.Option(help="How flushes run the ring: auto, serial or chunk.")] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel size: the numbers are those of one rank.")] = 1,
     json: JsonFlag = False,
 ) -> None:
@@ -41,6 +42,7 @@ def command(
         num_draft_tokens=drafts,
         checkpoint=checkpoint,
         read=read_formats(read),
+        replay=replay,
         device="cuda" if torch.cuda.is_available() else "cpu",
     )
     if json:
@@ -94,6 +96,7 @@ def summary(model: str, plan: Plan, batch: int) -> dict[str, object]:
         "kernels": kernels(plan, batch),
         "checkpoint": plan.checkpoint,
         "read": plan.read_name,
+        "replay": sorted({plan.replay_form(spec.layer_idx) for spec in plan.layers}),
     }
 
 

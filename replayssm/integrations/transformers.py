@@ -178,6 +178,7 @@ def enable(
     backend: str = "auto",
     spread_flushes: bool | None = None,
     route: str = "auto",
+    replay: str = "auto",
     rounding: str = "nearest",
     seed: int = 0,
 ) -> ReplayHandle:
@@ -203,6 +204,7 @@ def enable(
         backend=backend,
         spread_flushes=spread_flushes,
         route=route,
+        replay=replay,
         rounding=rounding,
         seed=seed,
     )
