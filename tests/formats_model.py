@@ -90,6 +90,27 @@ class Pair:
             cache.load(slots, states)
         self.owned = sorted({*self.owned, *slots})
 
+    @property
+    def requests(self) -> list[int]:
+        """Slots that hold a request."""
+        return self.owned
+
+    def flush(self, slots: list[int] | None) -> None:
+        self.both("flush", slots or self.owned)
+
+    def copy(self, src: int, dst: int) -> None:
+        self.both("copy", [src], [dst])
+        self.owned = sorted([*self.owned, dst])
+
+    def move(self, slot: int, back: int) -> None:
+        """Preempt the request and resume it from its materialised state, in the slot `back`."""
+        for cache in (self.cache, self.plain):
+            cache.load([back], {c.spec.layer_idx: cache.materialize(c.spec.layer_idx, [slot]) for c in LAYERS})
+        self.owned = sorted({*self.owned, back} - ({slot} - {back}))
+
+    def finish(self, slot: int) -> None:
+        self.owned.remove(slot)
+
     def both(self, name: str, *args: Any) -> None:
         for cache in (self.cache, self.plain):
             getattr(cache, name)(*args)

@@ -52,10 +52,30 @@ class Requests:
             self.states[slot] = [s[i].clone() for s in loaded]
             self.exact[slot] = [s[i].double() for s in loaded]
 
-    def forget(self, slot: int) -> None:
+    @property
+    def requests(self) -> list[int]:
+        """Slots that hold a request."""
+        return sorted(self.states)
+
+    def finish(self, slot: int) -> None:
         del self.states[slot], self.exact[slot]
 
+    def flush(self, slots: list[int] | None) -> None:
+        self.cache.flush(slots)
+
     def copy(self, src: int, dst: int) -> None:
+        self.cache.copy([src], [dst])
+        self._copy_states(src, dst)
+
+    def move(self, slot: int, back: int) -> None:
+        """Preempt the request and resume it from its materialised state, in the slot `back`."""
+        saved = {case.spec.layer_idx: self.cache.materialize(case.spec.layer_idx, [slot]) for case in LAYERS}
+        self._copy_states(slot, back)
+        if back != slot:
+            self.finish(slot)
+        self.cache.load([back], saved)
+
+    def _copy_states(self, src: int, dst: int) -> None:
         self.states[dst] = [s.clone() for s in self.states[src]]
         self.exact[dst] = [s.clone() for s in self.exact[src]]
 

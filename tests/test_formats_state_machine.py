@@ -10,18 +10,22 @@ import torch
 from formats_model import CHECKPOINTS, LAYERS, MIXED, READS, Pair, formats_plan
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from requests_model import tree_path
+from hypothesis.stateful import initialize, precondition, rule
+from lifecycle_rules import LifecycleRules
 
 from replayssm import GDNSpec, Plan, ReplayCache, ReplayError
+from replayssm.cursors import NUM_COMMITTED
 from replayssm.layer import layer_shapes
 
 NUM_SLOTS, NUM_BLOCKS = 5, 6
 ROUNDED = st.sampled_from([("fp32", "nearest"), ("fp16", "stochastic"), ("bf16", "nearest"), ("fp8", "stochastic")])
 
 
-class FormatMachine(RuleBasedStateMachine):
+class FormatMachine(LifecycleRules):
     """After any operation every read copy is that of its checkpoint, and checkpoints are those of a cache without."""
+
+    num_slots = NUM_SLOTS
+    model: Pair
 
     @initialize(
         seed=st.integers(0, 2**16),
@@ -33,82 +37,19 @@ class FormatMachine(RuleBasedStateMachine):
     def start(self, seed: int, pad: int, spread: bool, read: Any, rounded: tuple[str, str]) -> None:
         checkpoint, rounding = rounded
         plan = formats_plan(read=read, checkpoint=checkpoint, rounding=rounding, spread_flushes=spread, seed=seed)
-        self.pair = Pair(plan, NUM_SLOTS, seed, pad)
+        self.pad, self.model = pad, Pair(plan, NUM_SLOTS, seed, pad)
 
-    def free(self) -> list[int]:
-        return [s for s in range(NUM_SLOTS) if s != self.pair.pad and s not in self.pair.owned]
-
-    def draw_rows(self, data: st.DataObject) -> list[int]:
-        rows = data.draw(st.lists(st.sampled_from(self.pair.owned), unique=True, min_size=1))
-        return data.draw(st.permutations(rows + [self.pair.pad] * data.draw(st.integers(0, 2))))
-
-    @precondition(lambda self: self.free())
-    @rule(data=st.data())
-    def load(self, data: st.DataObject) -> None:
-        self.pair.load(data.draw(st.lists(st.sampled_from(self.free()), unique=True, min_size=1)))
-
-    @precondition(lambda self: self.pair.owned)
-    @rule(data=st.data())
-    def decode(self, data: st.DataObject) -> None:
-        self.pair.step(self.draw_rows(data), None, None)
-
-    @precondition(lambda self: self.pair.owned)
-    @rule(data=st.data())
-    def verify(self, data: st.DataObject) -> None:
-        rows = self.draw_rows(data)
-        lens = [data.draw(st.integers(0, 4)) for _ in rows]
-        self.pair.step(rows, lens, [data.draw(st.integers(0, n)) for n in lens])
-
-    @precondition(lambda self: self.pair.owned)
-    @rule(data=st.data())
-    def verify_trees(self, data: st.DataObject) -> None:
-        rows = self.draw_rows(data)
-        lens = [data.draw(st.integers(0, 4)) for _ in rows]
-        parents = [[data.draw(st.integers(-1, i - 1)) for i in range(n)] for n in lens]
-        paths = [tree_path(p, data.draw(st.integers(-1, len(p) - 1))) for p in parents]
-        self.pair.step(rows, lens, None, parents=parents, paths=paths)
-
-    @precondition(lambda self: self.pair.owned)
+    @precondition(lambda self: self.model.requests)
     @rule(data=st.data())
     def take_back(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(self.pair.owned))
-        self.pair.both("take_back", [slot], [data.draw(st.integers(0, int(self.pair.cache.cursors[slot, 1])))])
+        slot = self.one(data)
+        committed = int(self.model.cache.cursors[slot, NUM_COMMITTED])
+        self.model.both("take_back", [slot], [data.draw(st.integers(0, committed))])
 
-    @precondition(lambda self: self.pair.owned)
-    @rule(data=st.data())
-    def flush(self, data: st.DataObject) -> None:
-        self.pair.both("flush", data.draw(st.lists(st.sampled_from(self.pair.owned), unique=True, min_size=1)))
-
-    @precondition(lambda self: self.pair.owned and self.free())
-    @rule(data=st.data())
-    def copy(self, data: st.DataObject) -> None:
-        src, dst = data.draw(st.sampled_from(self.pair.owned)), data.draw(st.sampled_from(self.free()))
-        self.pair.both("copy", [src], [dst])
-        self.pair.owned = sorted([*self.pair.owned, dst])
-
-    @precondition(lambda self: self.pair.owned)
-    @rule(data=st.data())
-    def preempt_and_resume(self, data: st.DataObject) -> None:
-        slot = data.draw(st.sampled_from(self.pair.owned))
-        back = data.draw(st.sampled_from([slot, *self.free()]))
-        for cache in (self.pair.cache, self.pair.plain):
-            cache.load([back], {c.spec.layer_idx: cache.materialize(c.spec.layer_idx, [slot]) for c in LAYERS})
-        self.pair.owned = sorted({*self.pair.owned, back} - ({slot} - {back}))
-
-    @precondition(lambda self: self.pair.owned)
+    @precondition(lambda self: self.model.requests)
     @rule(data=st.data())
     def empty_the_ring(self, data: st.DataObject) -> None:
-        self.pair.both("reset", [data.draw(st.sampled_from(self.pair.owned))])
-
-    @precondition(lambda self: self.pair.owned)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        self.pair.owned.remove(data.draw(st.sampled_from(self.pair.owned)))
-
-    @invariant()
-    def copies_are_true(self) -> None:
-        if hasattr(self, "pair"):
-            self.pair.check()
+        self.model.both("reset", [self.one(data)])
 
 
 FormatMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20)

@@ -9,16 +9,19 @@ import torch
 from families import random_tokens, relative_error
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from requests_model import EPS, LAYERS, Requests, small_plan, tree_path
+from hypothesis.stateful import initialize, precondition, rule
+from lifecycle_rules import LifecycleRules
+from requests_model import EPS, LAYERS, Requests, small_plan
 
 from replayssm import ReplayCache
 
 NUM_SLOTS = 5
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """Load, decode, verify, accept, flush, copy, materialize, reset and recycle in any order."""
+class CacheMachine(LifecycleRules):
+    """States are those of stepwise decoding, to the last bit, whatever happened."""
+
+    num_slots = NUM_SLOTS
 
     @initialize(seed=st.integers(0, 2**16), pad=st.sampled_from([-1, 0]), spread=st.booleans())
     def start(self, seed: int, pad: int, spread: bool) -> None:
@@ -27,84 +30,12 @@ class CacheMachine(RuleBasedStateMachine):
         for case in LAYERS:
             for tensor in cache.layer(case.spec.layer_idx).tensors():
                 tensor.fill_(float("nan"))
-        self.requests = Requests(cache, seed)
+        self.model = Requests(cache, seed)
 
-    def free(self) -> list[int]:
-        return [s for s in range(NUM_SLOTS) if s != self.pad and s not in self.requests.states]
-
-    @precondition(lambda self: self.free())
-    @rule(data=st.data())
-    def load(self, data: st.DataObject) -> None:
-        self.requests.load(data.draw(st.lists(st.sampled_from(self.free()), unique=True, min_size=1)))
-
-    @precondition(lambda self: self.requests.states)
-    @rule(data=st.data())
-    def decode(self, data: st.DataObject) -> None:
-        self.requests.step(self.draw_rows(data), None, None)
-
-    @precondition(lambda self: self.requests.states)
-    @rule(data=st.data())
-    def verify(self, data: st.DataObject) -> None:
-        rows = self.draw_rows(data)
-        lens = [data.draw(st.integers(0, 4)) for _ in rows]
-        self.requests.step(rows, lens, [data.draw(st.integers(0, n)) for n in lens])
-
-    @precondition(lambda self: self.requests.states)
+    @precondition(lambda self: self.model.requests)
     @rule(data=st.data(), buffer_len=st.integers(1, 6))
     def decode_with_a_lower_buffer_len(self, data: st.DataObject, buffer_len: int) -> None:
-        self.requests.step(self.draw_rows(data), None, None, buffer_len=buffer_len)
-
-    def draw_rows(self, data: st.DataObject) -> list[int]:
-        owned = sorted(self.requests.states)
-        rows = data.draw(st.lists(st.sampled_from(owned), unique=True, min_size=1))
-        pads = data.draw(st.integers(0, 2))
-        return data.draw(st.permutations(rows + [self.pad] * pads))
-
-    @precondition(lambda self: self.requests.states)
-    @rule(data=st.data())
-    def verify_trees(self, data: st.DataObject) -> None:
-        rows = self.draw_rows(data)
-        lens = [data.draw(st.integers(0, 4)) for _ in rows]
-        parents = [[data.draw(st.integers(-1, i - 1)) for i in range(n)] for n in lens]
-        paths = [tree_path(p, data.draw(st.integers(-1, len(p) - 1))) for p in parents]
-        self.requests.step(rows, lens, None, parents=parents, paths=paths)
-
-    @precondition(lambda self: self.requests.states)
-    @rule(data=st.data())
-    def flush(self, data: st.DataObject) -> None:
-        slots = data.draw(st.lists(st.sampled_from(sorted(self.requests.states)), unique=True))
-        self.requests.cache.flush(slots or None)
-
-    @precondition(lambda self: self.requests.states and self.free())
-    @rule(data=st.data())
-    def copy(self, data: st.DataObject) -> None:
-        src = data.draw(st.sampled_from(sorted(self.requests.states)))
-        dst = data.draw(st.sampled_from(self.free()))
-        self.requests.cache.copy([src], [dst])
-        self.requests.copy(src, dst)
-
-    @precondition(lambda self: self.requests.states)
-    @rule(data=st.data())
-    def preempt_and_resume(self, data: st.DataObject) -> None:
-        """What leaves the device is the materialised state; the request comes back in another slot."""
-        slot = data.draw(st.sampled_from(sorted(self.requests.states)))
-        cache = self.requests.cache
-        saved = {case.spec.layer_idx: cache.materialize(case.spec.layer_idx, [slot]) for case in LAYERS}
-        back = data.draw(st.sampled_from([slot, *self.free()]))
-        self.requests.copy(slot, back)
-        if back != slot:
-            self.requests.forget(slot)
-        cache.load([back], saved)
-
-    @precondition(lambda self: self.requests.states)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        self.requests.forget(data.draw(st.sampled_from(sorted(self.requests.states))))
-
-    @invariant()
-    def states_are_exact(self) -> None:
-        if hasattr(self, "requests"):
-            self.requests.check()
+        self.model.step(self.draw_rows(data), None, None, buffer_len=buffer_len)
 
 
 CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
