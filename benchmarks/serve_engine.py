@@ -9,11 +9,13 @@ import random
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 DELAY = 12  # steps before a profile starts: by then every prompt is read and the batch is whole
 STEPS = 31
+LONGEST, NAME = 40, 120  # kernels that a result lists, and letters of a name
 
 
 def arguments(spec: dict[str, Any], traces: Path) -> dict[str, Any]:
@@ -43,17 +45,27 @@ def arguments(spec: dict[str, Any], traces: Path) -> dict[str, Any]:
     }
 
 
-def busy_ms(trace: Path) -> float:
-    """Time in which at least one kernel or copy ran, from a torch profiler's trace, in milliseconds."""
+def read_trace(trace: Path) -> dict[str, Any]:
+    """Of a torch profiler's trace over STEPS steps, in milliseconds a step: when anything ran, and the longest kernels.
+
+    {"busy_ms": time in which at least one kernel or copy ran, "kernels": [[name, launches, ms], ...]}
+    """
     with (gzip.open if trace.suffix == ".gz" else open)(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e.get("cat") in kinds)
+    work = [e for e in events if e.get("ph") == "X" and e.get("cat") in kinds]
     busy, end = 0.0, float("-inf")
-    for start, stop in spans:
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for start, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in work):
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    return busy / 1e3
+    for e in work:
+        entry = kernels[e["name"][:NAME]]
+        entry[0] += 1
+        entry[1] += e["dur"]
+    longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:LONGEST]
+    listed = [[name, round(count / STEPS, 2), round(us / STEPS / 1e3, 4)] for name, (count, us) in longest]
+    return {"busy_ms": busy / STEPS / 1e3, "kernels": listed}
 
 
 class Bench:
@@ -89,7 +101,7 @@ class Bench:
         self.llm.stop_profile()
         time.sleep(1)  # the engine's process writes the trace
         trace = max(self.traces.glob(f"{name}_*.json*"), key=os.path.getmtime)
-        return {"batch": batch, "busy_ms": busy_ms(trace) / STEPS, "wall_ms": wall}
+        return {"batch": batch, "wall_ms": wall, **read_trace(trace)}
 
     def concurrency(self) -> float:
         """How many requests of `max_model_len` the memory holds, as vLLM's log says; 0 if this vLLM does not tell."""
@@ -101,8 +113,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(spec, Path(folder))
         bench.generate(max(spec["batches"]), 8)
-        result = {"steps": [bench.measure(batch) for batch in spec["batches"]], "concurrency": bench.concurrency()}
-    Path(sys.argv[2]).write_text(json.dumps(result))
+        result: dict[str, Any] = {"concurrency": bench.concurrency(), "steps": []}
+        for batch in spec["batches"]:
+            result["steps"].append(bench.measure(batch))
+            Path(sys.argv[2]).write_text(json.dumps(result))  # what was measured outlives an engine that fails later
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Window steps of the presets' layers beside one-token steps: a markdown table for docs/measurements.md, and CSV.
 
-    python benchmarks/windows.py --csv windows.csv [--tokens 4 6] [--models qwen3.5-4b ...] [--batches 1 8 ...]
+    python benchmarks/windows.py --csv windows.csv [--read nvfp4] [--tokens 4 6] [--models qwen3.5-4b ...]
 
 Checks each layer first; a layer that fails its check is not timed. `--check only` and `--check skip` divide the two,
 so that many layers can be checked (and compiled) side by side before one process times them.
@@ -26,13 +26,14 @@ from replayssm.cli.bench import environment, require_correct
 
 MODELS = ("nemotron-3-super-120b-a12b", "nemotron-3-nano-4b", "qwen3.5-122b-a10b", "qwen3.5-4b", "kimi-linear-48b")
 BATCHES = (1, 8, 64, 256)
-Case = tuple[str, str, int]  # model, checkpoint, tokens
+Case = tuple[str, str, str, int]  # model, read, checkpoint, tokens
 
 
 def make_plan(case: Case) -> Plan:
     """The first layer of the model, verifying windows."""
-    model, checkpoint, tokens = case
-    return Plan(preset(model)[:1], num_draft_tokens=tokens - 1, checkpoint=checkpoint, device="cuda")
+    model, read, checkpoint, tokens = case
+    layers = preset(model)[:1]
+    return Plan(layers, num_draft_tokens=tokens - 1, read=read, checkpoint=checkpoint, device="cuda")
 
 
 def table_row(case: Case, batch: int, phases: dict[str, Timing]) -> str:
@@ -66,13 +67,14 @@ def measure(cases: list[Case], batches: list[int], path: Path) -> None:
             print(table_row(case, batch, phases), file=sys.stderr, flush=True)
     ceilings = ceilings.best(measure_ceilings(torch.device("cuda")))
     print(environment(), ceilings)
-    print("| layer of | format | tokens | batch | 1 token, half us | mixed us | window, half us | mixed us | limit | |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    times = "1 token, half us | mixed us | window, half us | mixed us | limit"
+    print(f"| layer of | read | checkpoint | tokens | batch | {times} | |")
+    print("|" + "---|" * 11)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["model", "checkpoint", "tokens", *Timing.__dataclass_fields__])
+        writer = csv.DictWriter(file, ["model", "read", "checkpoint", "tokens", *Timing.__dataclass_fields__])
         writer.writeheader()
         for case, timings in results.items():
-            names = dict(zip(("model", "checkpoint", "tokens"), case, strict=True))
+            names = dict(zip(("model", "read", "checkpoint", "tokens"), case, strict=True))
             final = against(timings, ceilings)
             writer.writerows({**names, **asdict(timing)} for timing in final)
             for batch, phases in by_batch(final).items():
@@ -83,12 +85,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--read", nargs="+", default=["none"], help="formats of the read copy")
     parser.add_argument("--checkpoints", nargs="+", default=["fp32"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[4])
     parser.add_argument("--check", choices=["first", "only", "skip"], default="first")
     parser.add_argument("--csv", type=Path, default=Path("windows.csv"))
     options = parser.parse_args()
-    cases: list[Case] = list(product(options.models, options.checkpoints, options.tokens))
+    cases: list[Case] = list(product(options.models, options.read, options.checkpoints, options.tokens))
     if options.check != "skip":
         for case in cases:
             plan = make_plan(case)

@@ -6,16 +6,17 @@ import sys
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from delta_case import PAD, Dims, new_tokens
-from read_delta_case import check_read_steps, new_read_layer, run_read_step
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+from delta_case import PAD, Dims
+from read_delta_case import check_read_steps, new_read_layer
+from test_read_window_gpu import check as check_window
 
-from replayssm.checks import ReplayError
+from replayssm import GDNSpec, KDASpec
 from replayssm.ops.delta import launch, read_launch
 
 GDN = Dims(1, 2, head_k_dim=32, head_v_dim=16)
@@ -52,13 +53,15 @@ def test_an_fp8_checkpoint(dims: Dims, read: str) -> None:
     run(dims, read, True)
 
 
-def test_windows_are_refused() -> None:
-    generator = torch.Generator().manual_seed(2)
-    layer = new_read_layer(GDN, "int8", 1, [0], generator, "cpu")
-    tokens, slots = new_tokens(GDN, 1, generator, "cpu"), torch.zeros(1, dtype=torch.int32)
+SMALL = GDNSpec(num_k_heads=1, num_v_heads=2, head_k_dim=32, head_v_dim=10)
+WINDOWS = [
+    (SMALL, "none", "fp8", True),
+    (SMALL, "nvfp4", "fp32", False),
+    (SMALL, "int8", "fp16", True),
+    (KDASpec(num_k_heads=1, num_v_heads=1, head_k_dim=32, head_v_dim=8), "fp8", "fp32", True),
+]
 
-    def window(*args: Any, **more: Any) -> None:
-        read_launch.delta_read_step(*args, **more | {"max_window_len": 2})
 
-    with pytest.raises(ReplayError, match="max_window_len"):
-        run_read_step(window, GDN, layer, tokens, slots)
+@pytest.mark.parametrize(("spec", "read", "stored", "tree"), WINDOWS, ids=str)
+def test_windows(spec: GDNSpec, read: str, stored: str, tree: bool) -> None:
+    check_window(spec, 3, read, stored, tree, torch.float32, "cpu")

@@ -25,6 +25,10 @@ from replayssm.cursors import NUM_COMMITTED, flush_mask
 from replayssm.ops.delta import torch_ops
 from replayssm.quant import QuantizedState, dequantize
 
+# What another order of summation changes in a checkpoint: elements that round to the other side, at most one in 64 (an
+# eighth of the format's rounding error).
+OTHER_ORDER = {torch.float32: 1e-5, torch.float16: 3e-5, torch.bfloat16: 2e-4, torch.float8_e4m3fn: 3e-3}
+
 
 def new_read_layer(
     dims: Dims, read: str, num_slots: int, owned: list[int], generator: torch.Generator, device: str, fp8: bool = False
@@ -81,13 +85,14 @@ def check_read_step(
     flushes = flush_mask(before["cursors"], torch.ones_like(before["cursors"][:, 0]), dims.buffer_len)
     want = copied(before)
     for slot in [slot for slot in slots[real].tolist() if flushes[slot]]:
-        if not same_kernel:
-            assert error(layer["state"][slot], plain["state"][slot]) < 1e-5
-            want["state"][slot] = layer["state"][slot]
-        elif "state_scales" in layer:
+        if "state_scales" in layer:
             write(QuantizedState("fp8", want["state"], want["state_scales"]), slot, plain["state"][slot])
         else:
             want["state"][slot] = plain["state"][slot]
+        if not same_kernel:
+            assert error(checkpoint(layer)[slot], checkpoint(want)[slot]) < OTHER_ORDER[layer["state"].dtype]
+            for name in [n for n in ("state", "state_scales") if n in layer]:
+                want[name][slot] = layer[name][slot]
         if read != "none":
             write(read_copy(want, read), slot, checkpoint(want)[slot])
     for name in [n for n in layer if n.startswith(("read_", "state"))]:

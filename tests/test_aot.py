@@ -22,6 +22,7 @@ from replayssm.ops.delta.aot import aot_cases as delta_cases  # noqa: E402
 from replayssm.ops.delta.read_aot import aot_cases as delta_read_cases  # noqa: E402
 from replayssm.ops.mamba2.aot import aot_cases as mamba2_cases  # noqa: E402
 from replayssm.ops.mamba2.read_aot import aot_cases as mamba2_read_cases  # noqa: E402
+from replayssm.ops.read_window_aot import aot_cases as read_window_cases  # noqa: E402
 from replayssm.ops.window_aot import aot_cases as window_cases  # noqa: E402
 
 SPILL_CHECKED = ("sm90", "sm100")
@@ -39,6 +40,7 @@ def by_target() -> Iterator[Any]:
         ("delta", delta_cases),
         ("delta", delta_read_cases),
         ("window", window_cases),
+        ("read-window", read_window_cases),
         ("commit", commit_cases),
         ("conv", conv_cases),
     )

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from replayssm import GDNSpec, LayerCache, Mamba2Spec, Plan, delta_decode, mamba2_decode
+from replayssm import GDNSpec, KDASpec, LayerCache, Mamba2Spec, Plan, ReplayCache, delta_decode, mamba2_decode
 from replayssm.cursors import Step
 from replayssm.integrations.vllm.group import NULL_BLOCK, Group, Rows, continued_blocks, decode_step
 from replayssm.layer import layer_shapes, view_layer
+from replayssm.quant import as_indexable, quantize
 
 SPECS = {
     "mamba2": Mamba2Spec(num_heads=4, head_dim=6, d_state=8, n_groups=2),
     "gdn": GDNSpec(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=6),
+    "kda": KDASpec(num_k_heads=3, num_v_heads=3, head_k_dim=8, head_v_dim=6),
 }
 BLOCKS, LAYERS = 9, ["a", "b"]
 
@@ -46,7 +48,8 @@ def token_inputs(spec: Any, rng: torch.Generator, n: int) -> tuple[torch.Tensor,
         x, dt = noise(spec.num_heads, spec.head_dim), noise(spec.num_heads)
         return x, dt, noise(spec.n_groups, spec.d_state), noise(spec.n_groups, spec.d_state)
     q, k = noise(spec.num_k_heads, spec.head_k_dim), noise(spec.num_k_heads, spec.head_k_dim)
-    v, g, beta = noise(spec.num_v_heads, spec.head_v_dim), noise(spec.num_v_heads), noise(spec.num_v_heads)
+    v, beta = noise(spec.num_v_heads, spec.head_v_dim), noise(spec.num_v_heads)
+    g = noise(spec.num_v_heads, spec.head_k_dim) if isinstance(spec, KDASpec) else noise(spec.num_v_heads)
     return q, k, v, -g.abs(), beta.sigmoid()
 
 
@@ -165,3 +168,35 @@ def test_first_windows_differ_in_large_batches_only() -> None:
         assert (limits.max() <= 4) == spread
         if spread:
             assert limits.bincount()[1:].tolist() == [38, 38, 37, 37]
+
+
+@pytest.mark.parametrize("read", ["none", "nvfp4"])
+def test_requests_move_to_other_blocks(read: str) -> None:
+    """As prefix caching moves them: blocks that are settled hold plain states and copies of them, and empty rings."""
+    spec = GDNSpec(num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=6)
+    plan = Plan((spec,), buffer_len=6, activation=torch.float32, read=read)
+    cache = ReplayCache(plan, BLOCKS, pad_slot_id=NULL_BLOCK)
+    layer, group = cache.layer(0), Group(plan, BLOCKS, torch.device("cpu"), ["a"], [lambda: cache.layer(0)])
+    layer.cursors = group.cursors
+    noise = torch.Generator().manual_seed(0)
+    cache.load_layer(0, [1, 2, 3], torch.empty(3, *spec.state_shape).normal_(generator=noise))
+    blocks = torch.tensor([2, 1, 3], dtype=torch.int32)
+    for rows in (Rows(prefills=blocks), *[Rows(decode_step(plan, blocks))] * 4):
+        group.begin("a", lambda found=rows: found)
+        if rows.decodes is not None:
+            decode(layer, rows.decodes, token_inputs(spec, noise, 3))
+        group.end("a")
+    states = torch.empty(3, *spec.state_shape)
+    layer.replay(blocks, None, states, torch.arange(3, dtype=torch.int32), NULL_BLOCK)
+    src, dst = torch.tensor([2, 1, 2]), torch.tensor([5, 6, 7])  # two requests start from block 2
+    group.settle(src)
+    layer.state[dst] = layer.state[src]  # what vLLM copies
+    group.copied(src, dst)
+    for block, row in ((2, 0), (1, 1), (5, 0), (6, 1), (7, 0)):
+        assert torch.equal(layer.state[block], states[row])
+        assert group.cursors[block, 1] == 0
+    assert group.cursors[3, 1] == 4  # the request that stays
+    if layer.read_copy is not None:
+        made = quantize(layer.state[dst], "nvfp4")
+        for name, tensor in layer.read_copy.tensors().items():
+            assert torch.equal(as_indexable(tensor)[dst], as_indexable(made.tensors()[name]))

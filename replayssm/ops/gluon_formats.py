@@ -11,19 +11,37 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replayssm.ops import triton_formats as _triton
+from replayssm.ops.gluon_encode import encode_blocks, encode_rows
 
 magnitude = gluon.jit(_triton.magnitude.fn)
 reciprocal = gluon.jit(_triton.reciprocal.fn)
 to_e4m3 = gluon.jit(_triton.to_e4m3.fn)
 from_e4m3 = gluon.jit(_triton.from_e4m3.fn)
 encode_int8 = gluon.jit(_triton.encode_int8.fn)
-encode_fp8 = gluon.jit(_triton.encode_fp8.fn)
 largest_finite = gluon.jit(_triton.largest_finite.fn)
 global_scale = gluon.jit(_triton.global_scale.fn)
 encode_nvfp4 = gluon.jit(_triton.encode_nvfp4.fn)
-encode_nvfp4_numbers = gluon.jit(_triton.encode_nvfp4_numbers.fn)
+encode_nvfp4_exactly = gluon.jit(_triton.encode_nvfp4_numbers.fn)
 
 E2M1_UNIT = gl.constexpr(16384.0)  # `halves_of_e2m1` times this are the codes' values
+
+
+@gluon.jit
+def encode_fp8(x, NATIVE: gl.constexpr):
+    """See `triton_formats.encode_fp8`."""
+    gl.static_assert(NATIVE)
+    codes, scales, values, _ = encode_rows(x, True)
+    return codes, scales, values * gl.expand_dims(scales, 1)
+
+
+@gluon.jit
+def encode_nvfp4_numbers(x, scale, inverse_scale, EXACT: gl.constexpr, NATIVE: gl.constexpr):
+    """See `triton_formats.encode_nvfp4_numbers`; what it returns without EXACT are numbers times 2^-14."""
+    if EXACT:
+        codes, scales, numbers, read, doubtful = encode_nvfp4_exactly(x, scale, inverse_scale, True, NATIVE)
+    else:
+        codes, scales, numbers, read, doubtful = encode_blocks(x, scale, inverse_scale)
+    return codes, scales, numbers, read, doubtful
 
 
 @gluon.jit

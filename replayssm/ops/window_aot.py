@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from replayssm.ops.aot import ALL_TARGETS, DTYPES, AotCase, launch_options
@@ -19,6 +20,9 @@ MAMBA2_SHAPES = {"64x128": (128, 8, 64, 128), "80x128": (96, 8, 80, 128), "128x2
 DELTA_SHAPES = {"qwen": (16, 64, 128, 128, False), "kimi": (32, 32, 128, 128, True)}
 BATCHES = (1, 8, 64, 256)
 WINDOWS = (4, 6)
+# GDN and KDA: what stays the same for all tiles of a program, in excess of its registers; with more of them fewer
+# programs share a multiprocessor, which was a third slower (KDA at batch 256).
+DELTA_SPILL = 192
 _FLOAT = {"A", "D", "dt_bias", "ring_dt", "A_log", "ring_g", "ring_beta"}
 _INT = {"cursors", "slot_indices", "query_start_loc", "parents"}
 _ACTIVATIONS = {
@@ -93,9 +97,11 @@ def _mamba2_cases(label: str, dims: tuple[int, int, int, int], state: str, size:
     for arch in GLUON_ARCHS:
         for length in WINDOWS:
             shape = mamba2.WindowShape(*dims, size, length, 16, arch)
-            more = sizes | {"TOKENS": 8, "HAS_Z": False}
-            for config in _gluon_configs(mamba2.window_config(batch, shape) for batch in BATCHES):
-                yield _gluon_case(label, mamba2_gluon.mamba2_window_kernel, state, more, "BV", config, arch)
+            more = sizes | {"TOKENS": 8, "HAS_Z": False, "FLUSH_ROWS": 16}
+            for chunk in (False, True)[: 2 if size == 2 else 1]:
+                for config in _gluon_configs(mamba2.window_config(batch, shape, chunk) for batch in BATCHES):
+                    name, form = f"{label}-chunk" if chunk else label, more | mamba2.tile_options(config)
+                    yield _gluon_case(name, mamba2_gluon.mamba2_window_kernel, state, form, "BV", config, arch)
 
 
 def _delta_cases(label: str, heads: tuple[int, int, int, int, bool], state: str, size: int) -> Iterator[AotCase]:
@@ -111,7 +117,10 @@ def _delta_cases(label: str, heads: tuple[int, int, int, int, bool], state: str,
             shape = delta.WindowShape(HK, HV, K, V, kda, size, length, 16, arch)
             more = sizes | {"TOKENS": 4 if length <= 4 else 8}
             for config in _gluon_configs(delta.window_config(batch, shape) for batch in BATCHES):
-                yield _gluon_case(label, delta_gluon.delta_window_kernel, state, more, "BLOCK_V", config, arch)
+                for replay in ("chunk", "serial"):
+                    form = more | {"CHUNK": replay == "chunk"}
+                    name, kernel = f"{label}-{replay}", delta_gluon.delta_window_kernel
+                    yield replace(_gluon_case(name, kernel, state, form, "BLOCK_V", config, arch), spill=DELTA_SPILL)
 
 
 def _gluon_case(
@@ -124,7 +133,7 @@ def _gluon_case(
         "SETTLE": config.settle,
         "HINT": config.hint,
         "FLUSHERS": config.flushers,
-        "EARLY": config.block_v if config.early is None else config.early,
+        "EARLY": config.heads * config.block_v if config.early is None else config.early,
     }
     options = launch_options(config.num_warps, config.max_registers)
     name = f"{label}-{sizes['TOKENS']}-{config.num_tiles}x{config.block_v}"

@@ -20,6 +20,8 @@ class WindowConfig:
     start while the previous kernel ends; hint: until it has ended, ask the memory for the state (1), and for the ring's
     rows (2), not with settle; early: V-rows of the first tile that are requested before the cursors are known (None:
     all); flushers: so many flushing rows have programs of their own, a tile each (in batches of at most 64 rows).
+    Mamba-2 only: heads: heads of a tile, each of `block_v` V-rows; appenders: programs a row that append the window
+    after all others (0: each program its part); chunked: a flush takes its rows together on the tensor cores.
     """
 
     backend: str
@@ -33,6 +35,9 @@ class WindowConfig:
     hint: int = 0
     early: int | None = None
     flushers: int = 0
+    heads: int = 1
+    appenders: int = 0
+    chunked: bool = False
 
     def __str__(self) -> str:
         tiles = f", {self.num_tiles} tiles, {self.stages} in flight" if self.num_tiles > 1 else ""
@@ -46,10 +51,17 @@ class WindowConfig:
             "SETTLE": self.settle,
             "HINT": self.hint,
             "FLUSHERS": self.flushers,
-            "EARLY": self.block_v if self.early is None else self.early,
+            "EARLY": self.heads * self.block_v if self.early is None else self.early,
         }
         launch = {"num_warps": self.num_warps, "maxnreg": self.max_registers, "launch_pdl": self.dependent}
         return options | {"TOKENS": tokens} | launch
+
+
+def divisor(most: int, number: int) -> int:
+    """The largest number up to `most`, halved as often as need be, that divides `number`."""
+    while number % most:
+        most //= 2
+    return most
 
 
 def window_rows(buffer_len: int, max_window_len: int) -> int:

@@ -92,9 +92,9 @@ def fill_u(slot: int, start: int, count: int, state: torch.Tensor, ring: dict[st
 
 
 def run(
-    step: object, spec: LayerSpec, case: Case, device: str, exact: bool, config: object = None
+    step: object, spec: LayerSpec, case: Case, device: str, exact: bool, config: object = None, **options: object
 ) -> list[torch.Tensor]:
-    """Outputs, state and ring tensors after one step; `exact`: in float64."""
+    """Outputs, state and ring tensors after one step; `exact`: in float64, without the launcher's own options."""
 
     def place(t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else (t.double() if exact and t.is_floating_point() else t).to(device, copy=True)
@@ -111,7 +111,7 @@ def run(
         max_window_len=int(case.rows[2].diff().max()),
         parents=place(case.parents),
         **op_options(spec),
-        **({} if exact else {"config": config}),
+        **({} if exact else {"config": config, **options}),
     )
     return [t.cpu() for t in (out, state, *ring.values())]
 
@@ -120,13 +120,13 @@ def error(value: torch.Tensor, expected: torch.Tensor) -> float:
     return float((value.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
-def check(spec: LayerSpec, case: Case, config: object = None) -> list[torch.Tensor]:
+def check(spec: LayerSpec, case: Case, config: object = None, **options: object) -> list[torch.Tensor]:
     from replayssm.ops.delta.window_launch import delta_window
     from replayssm.ops.mamba2.window_launch import mamba2_window
 
     mamba = spec.family == "mamba2"
     exact = run(mamba2_reference.mamba2_step if mamba else delta_reference.delta_step, spec, case, "cpu", True)
-    got = run(mamba2_window if mamba else delta_window, spec, case, "cuda", False, config)
+    got = run(mamba2_window if mamba else delta_window, spec, case, "cuda", False, config, **options)
     act, checkpoint = torch.finfo(got[0].dtype).eps, torch.finfo(case.state.dtype).eps
     loc = case.rows[2].tolist()
     assert torch.isfinite(got[0]).all()

@@ -38,7 +38,7 @@ class Requests:
         self.generator = torch.Generator().manual_seed(seed)
         self.parameters = {n: v.cuda() for n, v in random_parameters(spec, self.generator).items()}
         for tensor in self.layer.tensors():
-            tensor.fill_(float("nan"))
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0x7F)
         self.cache.load(owned, {0: self.new_states(len(owned))})
         if "A" in self.parameters:
             self.cache.bind(0, self.parameters["A"])

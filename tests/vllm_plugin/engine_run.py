@@ -2,7 +2,8 @@
 
 SPEC: {"model": folder, "llm": arguments of vllm.LLM, "prompts": [[token, ...], ...], "max_tokens": [n, ...],
 "abort": {request: after so many tokens}, "score": whether to score the generated texts again as prompts, "states": a
-file for the plain states of all running requests, taken once every request has run or ended}.
+file for the plain states of all running requests, taken once every request has run or ended, "turns": how often a
+request goes on, as a new one whose prompt is the text so far (default 1); the result is that of the last turn}.
 """
 
 from __future__ import annotations
@@ -36,19 +37,21 @@ def generate(llm: Any, spec: dict[str, Any]) -> tuple[list[dict[str, Any]], int]
         )
         engine.add_request(str(i), {"prompt_token_ids": prompt}, greedy)
     outputs: dict[int, Any] = {}
+    cached: dict[int, int] = {}
     wanted, steps = spec.get("states"), 0
     while engine.has_unfinished_requests():
         steps += 1
         for output in engine.step():
             index = int(output.request_id)
             outputs[index] = output.outputs[0]
+            cached[index] = output.num_cached_tokens or 0
             if index in abort and len(outputs[index].token_ids) >= abort[index]:
                 engine.abort_request([output.request_id])
                 del abort[index]
         if wanted and len(outputs) == len(spec["prompts"]) and not abort:
             torch.save(plain_states(llm), wanted)
             wanted = None
-    return [_read(outputs[i]) for i in range(len(spec["prompts"]))], steps
+    return [{**_read(outputs[i]), "cached": cached[i]} for i in range(len(spec["prompts"]))], steps
 
 
 def _read(output: Any) -> dict[str, Any]:
@@ -125,6 +128,9 @@ def main() -> None:
     llm = build(spec)
     preempted = count_preemptions(llm)
     results, steps = generate(llm, spec)
+    for _ in range(spec.get("turns", 1) - 1):
+        spec["prompts"] = [prompt + result["tokens"] for prompt, result in zip(spec["prompts"], results, strict=True)]
+        results, steps = generate(llm, spec)
     if spec.get("score"):
         score(llm, spec["prompts"], results)
     replayed = sum(getattr(layer, "plan", None) is not None for layer in layers(llm).values())

@@ -69,8 +69,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def save(name: str, folder: Path) -> Path:
     """Write the model `name`, unless it is there."""
     import torch
+    from kimi_model import KIMI, save_kimi
     from tiny_models import tiny_model
 
+    if name == "kimi_layers":
+        return save_kimi(folder, KIMI)
     if not (folder / "config.json").exists():
         architecture, changes = MODELS[name]
         tiny_model(architecture, dtype=torch.bfloat16, **changes).save_pretrained(folder)

@@ -31,12 +31,13 @@ def configure(model: Path, on: bool = True, **changes: Any) -> Any:
 
 def test_accepted(model: Path) -> None:
     assert configure(model).additional_config == {"replayssm": True}
+    assert configure(model, enable_prefix_caching=True).cache_config.mamba_cache_mode == "align"
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"enable_prefix_caching": True}, "prefix caching"),
+        ({"enable_prefix_caching": True, "speculative_config": DRAFTS}, "prefix caching"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "kv_transfer_config"),
         ({"speculative_config": DRAFTS}, "drafts are served"),
         ({"additional_config": {"replayssm": {"buffer_len": 0}}}, "buffer_len"),

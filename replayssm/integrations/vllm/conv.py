@@ -1,4 +1,4 @@
-"""The convolution before the recurrence: one token a row by our kernel where it fits, everything else by vLLM's."""
+"""The convolution before the recurrence: by our kernels where they fit, by vLLM's elsewhere."""
 
 from __future__ import annotations
 
@@ -23,13 +23,8 @@ def convolve(
     """
     step = rows.decodes
     assert step is not None
-    if x.is_cuda and step.query_start_loc is None and _fits(x, pages, weight):
-        from replayssm.ops.conv_launch import conv_step
-
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        silu = activation in ("silu", "swish", True)
-        conv_step(x, weight, bias, pages, step.slot_indices, out, silu=silu, pad_slot_id=NULL_BLOCK)
-        return out
+    if x.is_cuda and _fits(x, pages, weight, step.max_window_len):
+        return _convolve(x, pages, weight, bias, activation in ("silu", "swish", True), rows)
     states = pages if is_conv_state_dim_first() else pages.transpose(-1, -2)
     return causal_conv1d_update(
         x,
@@ -45,7 +40,24 @@ def convolve(
     )
 
 
-def _fits(x: torch.Tensor, pages: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel serves these layouts: four taps, channels last, as many states as taps - 1."""
-    plain = not is_conv_state_dim_first() and pages.shape[1] == WIDTH - 1 and pages.stride(2) == 1
+def _convolve(
+    x: torch.Tensor, pages: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, rows: Rows
+) -> torch.Tensor:
+    from replayssm.ops.conv_launch import conv_step, conv_window
+
+    step, out = rows.decodes, torch.empty_like(x, memory_format=torch.contiguous_format)
+    assert step is not None
+    if step.query_start_loc is None:
+        conv_step(x, weight, bias, pages, step.slot_indices, out, silu=silu, pad_slot_id=NULL_BLOCK)
+        return out
+    assert rows.accepted is not None
+    windows = (step.slot_indices, step.query_start_loc, rows.accepted)
+    longest = step.max_window_len
+    conv_window(x, weight, bias, pages, *windows, out, max_window_len=longest, silu=silu, pad_slot_id=NULL_BLOCK)
+    return out
+
+
+def _fits(x: torch.Tensor, pages: torch.Tensor, weight: torch.Tensor, window_len: int) -> bool:
+    """Whether the kernels serve these layouts: four taps, channels last, states as long as a window needs."""
+    plain = not is_conv_state_dim_first() and pages.shape[1] >= WIDTH - 2 + window_len and pages.stride(2) == 1
     return plain and weight.shape[1] == WIDTH and weight.is_contiguous() and x.stride(1) == 1

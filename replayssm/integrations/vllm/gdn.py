@@ -1,24 +1,22 @@
-"""Gated DeltaNet of Qwen3-Next and Qwen3.5: decode rows through the ring, prefill rows by vLLM."""
+"""Gated DeltaNet of Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.utils.torch_utils import _encode_layer_name
 
 from replayssm.config import GDNSpec
 from replayssm.cursors import Step
 from replayssm.integrations.vllm.conv import convolve
-from replayssm.integrations.vllm.gdn_rows import gdn_rows, only_prefills, run_part, token_parts
+from replayssm.integrations.vllm.delta import ReplayDelta
 from replayssm.integrations.vllm.group import Rows
-from replayssm.integrations.vllm.layer import ReplayLayer
 from replayssm.step import delta_decode
 
 
-class ReplayGatedDeltaNet(ReplayLayer, QwenGatedDeltaNetAttention):
+class ReplayGatedDeltaNet(ReplayDelta, QwenGatedDeltaNetAttention):
     """vLLM's layer with the ring in its page."""
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -48,34 +46,45 @@ class ReplayGatedDeltaNet(ReplayLayer, QwenGatedDeltaNetAttention):
         """vLLM's kernel for drafts runs from the convolution to the gated norm, on a state for every draft."""
         return self.plan is None and super()._can_use_fused_gdn_mtp_decode(attn_metadata)
 
+    def forward_cuda(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """vLLM's projections and norm around a core that takes them packed: it copies no gate and clears no output."""
+        if self.plan is None or self.gqa_interleaved_layout:
+            return super().forward_cuda(hidden_states)
+        qkvz, _ = self.in_proj_qkvz(hidden_states)
+        ba, _ = self.in_proj_ba(hidden_states)
+        # Rows of drafts do not cover the padding of a captured batch.
+        new = qkvz.new_zeros if self.plan.num_draft_tokens else qkvz.new_empty
+        out = new(qkvz.shape[0], self.num_v_heads // self.tp_size, self.head_v_dim)
+        name = _encode_layer_name(self.prefix)
+        torch.ops.vllm.qwen_gdn_attention_core(qkvz, ba, qkvz.new_empty(0), out, layer_name=name)
+        z = qkvz[:, self._qkv_size() :].unflatten(-1, (-1, self.head_v_dim))
+        return self._output_projection(out, z)
+
+    def _qkv_size(self) -> int:
+        return (2 * self.key_dim + self.value_dim) // self.tp_size
+
     def _forward_core(
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
     ) -> None:
-        """Serve a step: mixed_qkv [tokens, channels], b, a [tokens, num_v_heads], core_attn_out [tokens, .., V]."""
-        all_metadata = get_forward_context().attn_metadata
-        metadata = all_metadata.get(self.prefix) if isinstance(all_metadata, dict) else None
-        group = self.group
-        if group is None or metadata is None:
-            super()._forward_core(mixed_qkv, b, a, core_attn_out)
-            return
-        rows = group.begin(self.prefix, lambda: gdn_rows(group.plan, metadata))
-        inputs, (decoded, prefilled) = (mixed_qkv, b, a), token_parts(metadata)
-        if rows.decodes is not None:
-            run_part(decoded, inputs, core_attn_out, functools.partial(self._convolve_and_decode, rows))
-        if rows.prefills is not None:
-            self.before_prefill(rows)
-            all_metadata[self.prefix] = only_prefills(metadata)
-            try:
-                run_part(prefilled, inputs, core_attn_out, super()._forward_core)
-            finally:
-                all_metadata[self.prefix] = metadata
-            self.after_prefill(rows)
-        group.end(self.prefix)
+        """Serve a step: mixed_qkv [tokens, channels], b, a [tokens, num_v_heads], core_attn_out [tokens, .., V].
 
-    def _convolve_and_decode(
-        self, rows: Rows, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor
-    ) -> None:
+        Or packed, from `forward_cuda`: a empty, mixed_qkv with z behind it and b with a behind it.
+        """
+        if a.dim() > 1:
+            self.serve((mixed_qkv, b, a), core_attn_out, super()._forward_core)
+            return
+        inputs = (mixed_qkv[:, : self._qkv_size()], *self.split_ba(b))
+        self.serve(inputs, core_attn_out, self._prefill_packed)
+
+    def _prefill_packed(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor) -> None:
+        """vLLM's core, which wants contiguous gates and leaves the outputs of padding as they are."""
+        out.zero_()
+        super()._forward_core(qkv, b.contiguous(), a.contiguous(), out)
+
+    def decode_rows(self, rows: Rows, *inputs: torch.Tensor, out: torch.Tensor) -> None:
+        """inputs: mixed_qkv [tokens, channels], b, a [tokens, num_v_heads]."""
         assert rows.decodes is not None
+        mixed_qkv, b, a = inputs
         weight = self.conv1d.weight.view(self.conv1d.weight.size(0), -1)
         qkv = convolve(mixed_qkv, self.kv_cache[0], weight, self.conv1d.bias, self.activation, rows)
         self.decode(rows.decodes, qkv, b, a, out)

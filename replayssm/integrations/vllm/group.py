@@ -6,15 +6,17 @@ different blocks to a request and never share cursors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from replayssm import cursors as cursor_ops
 from replayssm.cursors import Step
+from replayssm.layer import LayerCache
 from replayssm.ops.commits import commit_function
 from replayssm.plan import Plan
+from replayssm.quant import as_indexable
 
 NULL_BLOCK = 0  # vLLM keeps this block for padding
 
@@ -47,6 +49,13 @@ def continued_blocks(blocks: torch.Tensor, has_state: torch.Tensor | None) -> to
     return None if has_state is None else torch.where(has_state, blocks, NULL_BLOCK).int()
 
 
+def once_each(blocks: torch.Tensor) -> torch.Tensor:
+    """blocks [n] with every repetition of one replaced by NULL_BLOCK, without a shape that depends on them."""
+    ordered, order = blocks.sort(stable=True)
+    repeated = torch.nn.functional.pad(ordered[1:] == ordered[:-1], (1, 0))
+    return torch.empty_like(blocks).index_copy_(0, order, torch.where(repeated, NULL_BLOCK, ordered))
+
+
 class Group:
     """Cursors [num_blocks, 4] of one group, read by every layer and moved once a step.
 
@@ -54,8 +63,17 @@ class Group:
     step: then `pending` [num_blocks] holds the length of each block's last window, and the first layer commits it.
     """
 
-    def __init__(self, plan: Plan, num_blocks: int, device: torch.device, layer_names: list[str]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        num_blocks: int,
+        device: torch.device,
+        layer_names: list[str],
+        caches: Sequence[Callable[[], LayerCache]] = (),
+    ) -> None:
+        """caches: each layer's tensors, which moving a request to another block needs."""
         self.plan = plan
+        self._caches = caches
         self.cursors = torch.zeros(num_blocks, 4, dtype=torch.int32, device=device)
         self.pending = torch.zeros(num_blocks, dtype=torch.int32, device=device) if plan.num_draft_tokens else None
         self._first, self._last = layer_names[0], layer_names[-1]
@@ -82,6 +100,21 @@ class Group:
             self.pending[step.slot_indices.long()] = step.window_lens
         if rows.prefills is not None:
             self._reset(rows.prefills, 0 if step is None else len(step.slot_indices))
+
+    def settle(self, blocks: torch.Tensor) -> None:
+        """Replay the rings of `blocks` [n] int64 into their states; requests may name one block, a cached prefix's."""
+        blocks = once_each(blocks)
+        for cache in self._caches:
+            cache().flush(blocks, NULL_BLOCK)
+        cursor_ops.mark_flushed(self.cursors, blocks, self.plan.ring_len)
+
+    def copied(self, src: torch.Tensor, dst: torch.Tensor) -> None:
+        """The rest of what vLLM copies from settled blocks `src` [n] int64 to `dst`: read copies; rings start empty."""
+        for cache in self._caches:
+            formats = cache().op_formats().values()
+            for tensor in (as_indexable(t) for t in formats if isinstance(t, torch.Tensor)):
+                tensor[dst] = tensor[src]
+        self._reset(dst, 0)
 
     def _commit_pending(self, rows: Rows, pending: torch.Tensor) -> None:
         """Commit what was accepted of the windows before; of a request that a prefill goes on with, all."""

@@ -73,9 +73,12 @@ class ReplayLayer:
         return conv, state, *(dtype for _, dtype in self._rings().values())
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """vLLM's, but for blocks that hold a state for every draft: the ring stands in for them."""
+        """vLLM's without blocks for states of drafts, for which the ring stands in, and for those inside a prefill."""
         spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
-        return spec if self.plan is None or spec is None else replace(spec, num_speculative_blocks=0)
+        if self.plan is None or spec is None:
+            return spec
+        none = {"num_prefill_checkpoint_blocks": 0, "prefill_checkpoint_alignment": None}
+        return replace(spec, num_speculative_blocks=0, **none)
 
     def _rings(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         if self.plan is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from replayssm.config import LayerSpec
 from replayssm.integrations.vllm.group import Group
+from replayssm.integrations.vllm.prefix import follow_copies
 
 SIZES = {"get_mamba_state_shape_from_config": "get_state_shape", "get_mamba_state_dtype_from_config": "get_state_dtype"}
 
@@ -21,6 +22,7 @@ def connect(vllm_config: Any) -> None:
     model_class, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
     for name, of_layer in SIZES.items():
         _size_by_layers(model_class, name, of_layer)
+    follow_copies()
     if not hasattr(utils.share_replayssm_ring_trackers, "__wrapped__"):
         utils.share_replayssm_ring_trackers = _form_groups_after(utils.share_replayssm_ring_trackers)
 
@@ -67,7 +69,8 @@ def form_groups(ordered_names: list[str], layers: dict[str, Any], kv_cache_group
     groups = []
     for names in members.values():
         state = layers[names[0]].kv_cache[1]
-        group = Group(layers[names[0]].plan, len(state), state.device, names)
+        caches = [layers[name].cache for name in names]
+        group = Group(layers[names[0]].plan, len(state), state.device, names, caches)
         for name in names:
             layers[name].join(group)
         groups.append(group)

@@ -10,9 +10,9 @@ from replayssm.integrations.vllm.options import chosen_options
 
 VERSIONS = ("0.32", "0.33")
 DRAFTS = (None, "ngram", "ngram_gpu", "mtp")
-DRAFTED = ("falcon_h1", "granitemoehybrid", "nemotron_h")  # Gated DeltaNet with drafts awaits its check on a GPU
-DRAFTS_SERVED = "drafts are served for Mamba-2 models on a GPU, without a draft model of its own state"
-NO_PREFIX_CACHING = "prefix caching copies states between blocks without rings; use --no-enable-prefix-caching"
+DRAFTS_SERVED = "drafts are served on a GPU, without a draft model of its own state"
+CACHE_MODES = "prefix caching keeps states at the ends of blocks; not with drafts: use --no-enable-prefix-caching"
+# Without kimi_linear, whose layer (kda.py) awaits its check in vLLM on a GPU.
 MODEL_TYPES = ("falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
@@ -59,12 +59,14 @@ def _model_type(config: Any) -> str:
 def _limits(config: Any) -> list[tuple[str, Any, tuple[Any, ...], str]]:
     """(what, its value, values served, why not the others)."""
     cache, drafts = config.cache_config, getattr(config.speculative_config, "method", None)
-    served = DRAFTS if _model_type(config) in DRAFTED and config.device_config.device_type != "cpu" else (None,)
+    served = (None,) if config.device_config.device_type == "cpu" else DRAFTS
+    kimi = getattr(config.model_config.hf_text_config, "linear_attn_config", None) or {}
     return [
-        ("mamba_cache_mode", cache.mamba_cache_mode, ("none",), NO_PREFIX_CACHING),
+        ("mamba_cache_mode", cache.mamba_cache_mode, ("none",) if drafts else ("none", "align"), CACHE_MODES),
         ("use_replayssm", cache.use_replayssm, (False,), "vLLM's own replay of the same layers"),
         ("kv_transfer_config", config.kv_transfer_config, (None,), "a connector moves states without rings"),
         ("speculative_config.method", drafts, served, DRAFTS_SERVED),
+        ("use_full_rank_gate", kimi.get("use_full_rank_gate", False), (False,), "Kimi-K3 has layers of its own"),
         ("enable_dbo", config.parallel_config.enable_dbo, (False,), "the cursors of a step belong to one batch"),
         (
             "enable_stochastic_rounding",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from replayssm.ops.aot import ALL_TARGETS, DTYPES, AotCase, launch_options
@@ -21,6 +22,8 @@ from replayssm.ops.device import GLUON_ARCHS
 # (k-heads, v-heads, K, V, KDA): Qwen3.5-122B, Kimi-Linear.
 SHAPES = {"qwen": (16, 64, 128, 128, False), "kimi": (32, 32, 128, 128, True)}
 BATCHES = (1, 8, 32, 256)
+# In rows that flush: addresses of the loop over tiles; and an fp32 tile in chunk form, which is not the default.
+FLUSH_SPILL, FP32_CHUNK_SPILL = 64, 208
 _FLOAT = {"A_log", "dt_bias", "ring_g", "ring_beta"}
 _INT = {"cursors", "slot_indices", "dst_indices", "num_tokens"}
 _POINTERS = {"q", "k", "v", "g", "beta", "ring_k", "ring_v", "ring_u", "out", "state", "dst"} | _FLOAT | _INT
@@ -64,12 +67,16 @@ def _portable_cases(label: str, sizes: dict[str, Any], state: str) -> Iterator[A
 
 
 def _gluon_cases(label: str, sizes: dict[str, Any], state: str, shape: Shape) -> Iterator[AotCase]:
-    for config in dict.fromkeys(configs.step_config(batch, shape) for batch in BATCHES):
-        more = {**_gates(False), "BLOCK_L": 16, "NUM_TILES": config.num_tiles, "STAGES": config.stages}
-        more |= {"EARLY": config.block_v if config.early is None else config.early}
-        more |= {"SETTLE": config.settle, "INTERLEAVE": config.interleave, "HINT": config.hint}
-        more |= {"FLUSHERS": config.flushers, "TENSOR_CORES": config.tensor_cores}
-        yield _gluon_case("step", gluon_step.delta_step_kernel, label, {**sizes, **more}, state, shape, config)
+    steps = list(dict.fromkeys(configs.step_config(batch, shape) for batch in BATCHES))
+    for config in steps:
+        more = {**sizes, **_gates(False), "BLOCK_L": 16, **configs.step_options(config)}
+        # With an fp32 checkpoint the chunk form is an option, with others the serial form is.
+        forms = [("step", False)]
+        if config.block_v >= 16 * config.num_warps and (state != "fp32" or config == steps[-1]):
+            forms.append(("chunk", True))
+        for name, chunk in forms:
+            case = _gluon_case(name, gluon_step.delta_step_kernel, label, more | {"CHUNK": chunk}, state, shape, config)
+            yield replace(case, spill=FLUSH_SPILL if state != "fp32" else FP32_CHUNK_SPILL if chunk else 0)
     for config in dict.fromkeys(configs.stepwise_config(batch, shape) for batch in BATCHES):
         more = {**sizes, **_gates(False)}
         yield _gluon_case("stepwise", gluon_stepwise.delta_stepwise_kernel, label, more, state, shape, config)

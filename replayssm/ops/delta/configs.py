@@ -17,10 +17,10 @@ class LaunchConfig:
     a program; stages: tiles in flight; early: V-rows of the first tile that are requested before the cursors are known
     (None: all; what is requested later does not delay the ring's rows); settle: a flushing row in the last 1 / settle
     of the batch trades places with an early one (0: off); interleave: rows whose programs alternate; pdl: programmatic
-    dependent launch; hint: before the previous kernel is done, ask the memory for the state (1), and for the ring's
-    rows (2); flushers: so many flushing rows have programs of their own, a tile each (in batches of at most 64 rows).
-    settle, hint and flushers exclude each other. tensor_cores: they read a 16-bit checkpoint, in tiles of 16 V-rows a
-    warp.
+    dependent launch; hint: before the previous kernel is done, ask the memory for the state (1; its first hint_rows
+    V-rows a program, if not 0), and for the ring's rows (2); flushers: so many flushing rows have programs of their
+    own, a tile each (in batches of at most 64 rows). settle excludes hint and flushers. tensor_cores: they read a
+    16-bit checkpoint, in tiles of 16 V-rows a warp.
     """
 
     backend: str
@@ -34,6 +34,7 @@ class LaunchConfig:
     pdl: bool = False
     early: int | None = None
     hint: int = 0
+    hint_rows: int = 0
     flushers: int = 0
     tensor_cores: bool = False
 
@@ -70,20 +71,23 @@ def _stepwise(block_v: int, num_warps: int) -> LaunchConfig:
 STEP = {
     (False, 4): (
         (96, _step(32, 1, 1, 96, early=8, hint=2)),
-        (768, _step(64, 1, 1, 128, early=16, hint=2)),
-        (1536, _step(64, 2, 1, 128, early=16, flushers=1)),
+        (192, _step(64, 1, 1, 128, early=16, hint=2)),
+        (768, _step(64, 1, 1, 128, early=16, hint=2, hint_rows=16)),
+        (1536, _step(64, 2, 1, 128, early=16, hint=2, hint_rows=16, flushers=1)),
         (3072, _step(64, 2, 1, 128, early=16, flushers=3)),
-        (6144, _step(64, 4, 1, 128, early=16, flushers=3)),
+        (6144, _step(64, 8, 1, 128, early=16, flushers=3)),
         (12288, _step(64, 4, 1, 128, early=16, settle=2, interleave=8)),
         (24576, _step(64, 4, 2, 168, settle=8, interleave=8)),
         (1 << 40, _step(64, 4, 1, 128, settle=8, interleave=8)),
     ),
     (False, 2): (
         (192, _step(32, 1, 1, 96, early=8, hint=2)),
-        (768, _step(64, 1, 1, 128, early=16, hint=2, tensor_cores=True)),
-        (1536, _step(64, 2, 1, 128, early=16, flushers=1, tensor_cores=True)),
+        (768, _step(64, 2, 2, 128, early=16, hint=2, hint_rows=16, tensor_cores=True)),
+        (1536, _step(64, 2, 1, 128, early=16, hint=2, hint_rows=16, tensor_cores=True)),
+        (3072, _step(64, 4, 1, 128, early=16, flushers=3, tensor_cores=True)),
+        (6144, _step(64, 8, 2, 128, early=16, hint=2, hint_rows=16, flushers=3, tensor_cores=True)),
         (12288, _step(64, 4, 1, 128, early=16, flushers=3, tensor_cores=True)),
-        (1 << 40, _step(64, 4, 2, 128, settle=8, interleave=8)),
+        (1 << 40, _step(64, 8, 2, 128, settle=8, interleave=8, tensor_cores=True)),
     ),
     (True, 4): (
         (96, _step(32, 1, 1, 96, hint=2)),
@@ -98,7 +102,7 @@ STEP = {
         (384, _step(64, 1, 1, 128, early=16, hint=2, tensor_cores=True)),
         (768, _step(64, 2, 1, 128, early=16, hint=2, tensor_cores=True)),
         (3072, _step(64, 2, 1, 128, early=16, flushers=3, tensor_cores=True)),
-        (1 << 40, _step(64, 2, 2, 168, settle=8, interleave=8)),
+        (1 << 40, _step(64, 2, 2, 128, settle=8, interleave=8, tensor_cores=True)),
     ),
 }
 # Up to how many such tiles stepwise decoding was faster than a cycle whose rows flush together, as small caches do.
@@ -119,7 +123,15 @@ def step_config(batch: int, shape: Shape) -> LaunchConfig:
     config = _with_tiles(_pick(STEP[shape.kda, shape.state_bytes], batch, shape), shape)
     if config.flushers == 0 or batch <= MOST_ROWS_WITH_FLUSHERS:
         return config
-    return replace(config, flushers=0, settle=2, interleave=8)
+    return replace(config, flushers=0, hint=0, settle=2, interleave=8)
+
+
+def step_options(config: LaunchConfig) -> dict[str, Any]:
+    """The Gluon step kernel's constants that a configuration names."""
+    early = config.block_v if config.early is None else config.early
+    options = {"NUM_TILES": config.num_tiles, "STAGES": config.stages, "EARLY": early, "SETTLE": config.settle}
+    options |= {"INTERLEAVE": config.interleave, "HINT": config.hint, "HINT_ROWS": config.hint_rows}
+    return options | {"FLUSHERS": config.flushers, "TENSOR_CORES": config.tensor_cores}
 
 
 @cache

@@ -8,11 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from replayssm.ops.gluon_chunk import PIECE, in_chunk_order
 from replayssm.ops.gluon_split import PARTS, split
 from replayssm.ops.gluon_window_parts import columns_shared, mma_layout
 
 from .gluon_common import row_of, table
-from .gluon_tiles import fetch
+from .gluon_tiles import fetch, finish_rows
 
 COLUMNS = gl.constexpr(8)
 
@@ -24,15 +25,25 @@ def part_of(column):
 
 
 @gluon.jit
-def stage_columns(k_at, q_at, K: gl.constexpr, TYPE: gl.constexpr):
-    """Shared memory with the columns that multiply the checkpoint, [columns, K]."""
+def stage_columns(k_at, q_at, K: gl.constexpr, TYPE: gl.constexpr, CHUNK: gl.constexpr):
+    """Shared memory with the columns that multiply the checkpoint, [columns, K], in chunk order if CHUNK."""
     L: gl.constexpr = gl.BlockedLayout([1, K // 32], [1, 32], [gl.num_warps(), 1], [1, 0])
     n = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, L)), 1)
     k = gl.expand_dims(k_at.load(gl.SliceLayout(0, L)), 0)
     q = gl.expand_dims(q_at.load(gl.SliceLayout(0, L)), 0)
     columns_at = gl.allocate_shared_memory(TYPE, [COLUMNS, K], columns_shared(8))
-    columns_at.store(split(gl.where(n < PARTS, k, q), part_of(n), TYPE))
+    columns = split(gl.where(n < PARTS, k, q), part_of(n), TYPE)
+    columns_at.store(in_chunk_order(columns, PIECE) if CHUNK else columns)
     return columns_at
+
+
+@gluon.jit
+def finish_columns(X, v_now, kq, beta, ring_u, out):
+    """Output and u of a tile's V rows from the sums of the columns' products; the pointers are of these rows."""
+    n = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, X.type.layout)), 0)
+    at_k = gl.sum(gl.where(n < PARTS, X, 0.0), 1)
+    at_q = gl.sum(gl.where(n < PARTS, 0.0, X), 1)
+    finish_rows(at_k, at_q, v_now, kq, beta, ring_u, out)
 
 
 @gluon.jit
@@ -70,12 +81,11 @@ def read_tiles_16(
     LU: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     LW: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     IN_V: gl.constexpr = gl.SliceLayout(1, MMA)
-    n = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA)), 0)
     v = gl.arange(0, BLOCK_V, layout=IN_V)
     live = gl.expand_dims(gl.arange(0, BLOCK_L, layout=gl.SliceLayout(0, LU)) < committed, 0)
     HEADS: gl.constexpr = (NUM_TILES + PER_HEAD - 1) // PER_HEAD
     weights_at = stage_weights(seen_k_at, seen_q_at, HEADS, PAD_HEADS, BLOCK_L, ACT)
-    columns = stage_columns(k_at, q_at, K, TYPE).permute((1, 0)).load(LC)
+    columns = stage_columns(k_at, q_at, K, TYPE, False).permute((1, 0)).load(LC)
     for t in range(NUM_TILES):
         h = t // PER_HEAD
         col = t % PER_HEAD * BLOCK_V
@@ -88,14 +98,11 @@ def read_tiles_16(
         if NUM_TILES > STAGES:
             if t + STAGES < NUM_TILES:
                 fetch(smem.index(stage), u_smem.index(stage), state, ring_u, t + STAGES, start, committed, ring_len,
-                      stride_state_head, stride_ru_head, K, V, BLOCK_V, BLOCK_L, True, True)
+                      stride_state_head, stride_ru_head, K, V, BLOCK_V, BLOCK_L, True, True, False)
         async_copy.commit_group()
         X = mma_v2(S, columns, gl.zeros([BLOCK_V, COLUMNS], gl.float32, layout=MMA))
         X = X * gl.expand_dims(row_of(through_at, h, PAD_HEADS, 1).load(IN_V), 1)
         X = mma_v2(u, weights.permute((1, 0)).load(LW), X)
-        at_k = gl.sum(gl.where(n < PARTS, X, 0.0), 1)
-        at_q = gl.sum(gl.where(n < PARTS, 0.0, X), 1)
-        v_now = row_of(v_at, t, NUM_TILES, BLOCK_V).load(IN_V).to(gl.float32)
-        u_now = row_of(beta_at, h, PAD_HEADS, 1).load(IN_V) * (v_now - at_k)
-        gl.store(out + h * stride_out_head + col + v, (at_q + kq * u_now).to(out.dtype.element_ty))
-        gl.store(ring_u + h * stride_ru_head + new * V + col + v, u_now.to(ACT))
+        finish_columns(X, row_of(v_at, t, NUM_TILES, BLOCK_V).load(IN_V), kq,
+                       row_of(beta_at, h, PAD_HEADS, 1).load(IN_V), ring_u + h * stride_ru_head + new * V + col + v,
+                       out + h * stride_out_head + col + v)

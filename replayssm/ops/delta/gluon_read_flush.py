@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -17,6 +18,7 @@ from replayssm.ops.delta.gluon_common import (
     wrap,
 )
 from replayssm.ops.delta.gluon_layouts import scores_layout, tile_layout
+from replayssm.ops.delta.gluon_read_chunk import flush_heads
 from replayssm.ops.delta.gluon_read_renew import CHUNK, renew_tile, round_fp8, stage_tile, staged_layout, tile_most
 from replayssm.ops.gluon_formats import from_e4m3, global_scale
 
@@ -69,10 +71,14 @@ def flush_rows(
     stride_ru_slot, stride_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
     chunks_codes_slot, stride_scales_slot, stride_global_slot, stride_state_scales_slot,
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr,
-    CREW: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_L: gl.constexpr, READ: gl.constexpr, KDA: gl.constexpr,
+    CREW, BLOCK_B: gl.constexpr, BLOCK_L: gl.constexpr, READ: gl.constexpr, KDA: gl.constexpr,
     RAW: gl.constexpr, HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr, NORM: gl.constexpr, SCALES: gl.constexpr,
+    CHUNK_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Flush every CREW-th of the (row, v-head) that flush in this step, from number `member` on."""
+    """Flush every CREW-th of the (row, v-heads) that flush in this step, from number `member` on.
+
+    CHUNK_HEADS: v-heads that a program flushes together in chunk form; 0: one, serially.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     BITS: gl.constexpr = state.dtype.element_ty.primitive_bitwidth
     # An fp8 checkpoint is summed in fp32's order.
@@ -89,8 +95,24 @@ def flush_rows(
     # Each row's number among those that flush, -1 for others, out of the registers' way.
     rank = gl.where(flushes, gl.associative_scan(flushes.to(gl.int32), 0, add) - 1, -1)
     rank_at = gl.allocate_shared_memory(gl.int32, [BLOCK_B], FLAT, rank)
-    total = gl.sum(flushes.to(gl.int32), 0) * HV
-
+    PARTS: gl.constexpr = HV // max(1, CHUNK_HEADS)
+    total = gl.sum(flushes.to(gl.int32), 0) * PARTS
+    if CHUNK_HEADS > 0:
+        for item in tl.range(member, total, CREW, disable_licm=True):
+            row = gl.arange(0, BLOCK_B, layout=ROWS)
+            token = gl.sum(gl.where(rank_at.load(ROWS) == item // PARTS, row, 0), 0).to(gl.int64)
+            flush_heads(
+                token, item % PARTS, q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g,
+                ring_beta, cursors, slot_indices, out, codes, scales, global_at, state_scales, ring_len, scale,
+                lower_bound, stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token,
+                stride_v_head, stride_g_token, stride_g_head, stride_beta_token, stride_beta_head, stride_out_token,
+                stride_out_head, chunks_state_slot, chunks_state_head, stride_rk_slot, stride_rk_head, stride_rv_slot,
+                stride_rv_head, stride_ru_slot, stride_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot,
+                stride_rb_head, chunks_codes_slot, stride_scales_slot, stride_global_slot, stride_state_scales_slot,
+                GROUP, CHUNK_HEADS, K, V, BLOCK_V, BLOCK_L, READ, KDA, RAW, HAS_BIAS, BOUNDED, NORM,
+                SCALES, True,
+            )  # fmt: skip
+        return
     keys_at = gl.allocate_shared_memory(gl.float32, [BLOCK_L * K], FLAT)
     gates_at = keys_at
     if KDA:
@@ -115,6 +137,7 @@ def flush_rows(
             stride_scales_slot, stride_global_slot, stride_state_scales_slot, keys_at, gates_at, values_at, decay_at,
             beta_at, k_at, q_at, tile_at,
             HV, GROUP, K, V, BLOCK_V, BLOCK_L, READ, KDA, RAW, HAS_BIAS, BOUNDED, NORM, SCALES, BITS, TILE, SCORES,
+            True,
         )  # fmt: skip
 
 
@@ -132,8 +155,9 @@ def flush_head(
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr,
     BLOCK_L: gl.constexpr, READ: gl.constexpr, KDA: gl.constexpr, RAW: gl.constexpr, HAS_BIAS: gl.constexpr,
     BOUNDED: gl.constexpr, NORM: gl.constexpr, SCALES: gl.constexpr, BITS: gl.constexpr, TILE: gl.constexpr,
-    SCORES: gl.constexpr,
+    SCORES: gl.constexpr, OUTPUTS: gl.constexpr,
 ):  # fmt: skip
+    """Flush a v-head, token by token; OUTPUTS: and append this token and compute its outputs from the new copy."""
     TILES: gl.constexpr = V // BLOCK_V
     CODE_BITS: gl.constexpr = codes.dtype.element_ty.primitive_bitwidth
     HEAD_CODES: gl.constexpr = V * K // 2 if READ == "nvfp4" else V * K
@@ -157,53 +181,57 @@ def flush_head(
     inner = rows * K + gl.expand_dims(gl.arange(0, K, layout=gl.SliceLayout(0, TILE)), 0)
     cols = gl.arange(0, K, layout=gl.SliceLayout(0, SCORES))
     offs_v = gl.arange(0, V, layout=LV)
-    k_raw = gl.load(k + token * stride_k_token + k_head * stride_k_head + cols)
-    q_raw = gl.load(q + token * stride_q_token + k_head * stride_q_head + cols)
-    v_raw = gl.load(v + offs_v)
-    b = gl.load(beta + token * stride_beta_token + head * stride_beta_head).to(gl.float32)
-    g += token * stride_g_token + head * stride_g_head
-    a_log = 0.0
-    bias = 0.0
-    if RAW:
-        a_log = gl.load(A_log + head).to(gl.float32)
-    if KDA:
-        decay = gl.load(g + cols).to(gl.float32)
-        if HAS_BIAS:
-            bias = gl.load(dt_bias + head * K + cols).to(gl.float32)
-    else:
-        decay = gl.load(g).to(gl.float32)
-        if HAS_BIAS:
-            bias = gl.load(dt_bias + head).to(gl.float32)
-    if RAW:
-        decay = log_decay(decay, a_log, bias, lower_bound, BOUNDED)
-        b = sigmoid(b)
+    b = 0.0
+    if OUTPUTS:
+        k_raw = gl.load(k + token * stride_k_token + k_head * stride_k_head + cols)
+        q_raw = gl.load(q + token * stride_q_token + k_head * stride_q_head + cols)
+        v_raw = gl.load(v + offs_v)
+        b = gl.load(beta + token * stride_beta_token + head * stride_beta_head).to(gl.float32)
+        g += token * stride_g_token + head * stride_g_head
+        a_log = 0.0
+        bias = 0.0
+        if RAW:
+            a_log = gl.load(A_log + head).to(gl.float32)
+        if KDA:
+            decay = gl.load(g + cols).to(gl.float32)
+            if HAS_BIAS:
+                bias = gl.load(dt_bias + head * K + cols).to(gl.float32)
+        else:
+            decay = gl.load(g).to(gl.float32)
+            if HAS_BIAS:
+                bias = gl.load(dt_bias + head).to(gl.float32)
+        if RAW:
+            decay = log_decay(decay, a_log, bias, lower_bound, BOUNDED)
+            b = sigmoid(b)
     # What the last item's tables were read for is over.
     barrier()
     stage_rows(keys_at, values_at, gates_at, decay_at, beta_at, ring_k, ring_v, ring_g, ring_beta, start, 0, count,
                ring_len, K, V, V, BLOCK_L, KDA, NORM)
-    k_now = k_raw.to(gl.float32)
-    q_now = q_raw.to(gl.float32)
-    k_now = k_now * inverse_norm(k_now, 0, NORM)
-    q_now = q_now * (inverse_norm(q_now, 0, NORM) * scale)
-    kq = gl.sum(k_now * q_now, axis=0)
+    kq = 0.0
     through = 1.0
-    if KDA:
-        k_now = k_now * gl.exp(decay)
-        q_now = q_now * gl.exp(decay)
-    else:
-        through = gl.exp(decay)
-    k_at.store(k_now)
-    q_at.store(q_now)
-    new = wrap(start + count, ring_len)
-    gl.store(ring_v + new * V + offs_v, v_raw)
-    gl.store(ring_beta + new, b)
-    if KDA:
-        gl.store(ring_g + new * K + cols, decay)
-    else:
-        gl.store(ring_g + new, decay)
-    if head % GROUP == 0:
-        gl.store(ring_k + new * K + cols, k_raw)
-    ring_u += new * V
+    if OUTPUTS:
+        k_now = k_raw.to(gl.float32)
+        q_now = q_raw.to(gl.float32)
+        k_now = k_now * inverse_norm(k_now, 0, NORM)
+        q_now = q_now * (inverse_norm(q_now, 0, NORM) * scale)
+        kq = gl.sum(k_now * q_now, axis=0)
+        if KDA:
+            k_now = k_now * gl.exp(decay)
+            q_now = q_now * gl.exp(decay)
+        else:
+            through = gl.exp(decay)
+        k_at.store(k_now)
+        q_at.store(q_now)
+        new = wrap(start + count, ring_len)
+        gl.store(ring_v + new * V + offs_v, v_raw)
+        gl.store(ring_beta + new, b)
+        if KDA:
+            gl.store(ring_g + new * K + cols, decay)
+        else:
+            gl.store(ring_g + new, decay)
+        if head % GROUP == 0:
+            gl.store(ring_k + new * K + cols, k_raw)
+        ring_u += new * V
 
     largest = 0
     S = load_tile(state, state_scales, 0, inner, K, BLOCK_V, TILE)
@@ -227,7 +255,7 @@ def flush_head(
                 S = load_tile(state, state_scales, first + BLOCK_V, inner, K, BLOCK_V, TILE)
         if READ != "nvfp4":
             renew_tile(tile_at, first, 1.0, 1.0, codes, scales, k_at, q_at, kq, through, b, v, ring_u, out, READ, K,
-                       BLOCK_V)
+                       BLOCK_V, OUTPUTS)
     if READ == "nvfp4":
         power, inverse_power = global_scale(largest)
         gl.store(global_at + slot * stride_global_slot + head, power)
@@ -238,7 +266,7 @@ def flush_head(
             elif i > 0:
                 stage_tile(S, tile_at, TILE)
             renew_tile(tile_at, first, power, inverse_power, codes, scales, k_at, q_at, kq, through, b, v, ring_u, out,
-                       READ, K, BLOCK_V)
+                       READ, K, BLOCK_V, OUTPUTS)
             if TILES > 1:
                 if i + 1 < TILES:
                     S = load_tile(state, state_scales, first - BLOCK_V, inner, K, BLOCK_V, TILE)

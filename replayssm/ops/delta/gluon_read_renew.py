@@ -145,9 +145,9 @@ def round_fp8(S, tile_at, first_row, codes, scales, K: gl.constexpr, TILE: gl.co
 @gluon.jit
 def renew_tile(
     tile_at, first_row, power, inverse_power, codes, scales, k_at, q_at, kq, through, b, v, ring_u, out,
-    READ: gl.constexpr, K: gl.constexpr, BLOCK_V: gl.constexpr,
+    READ: gl.constexpr, K: gl.constexpr, BLOCK_V: gl.constexpr, OUTPUTS: gl.constexpr,
 ):  # fmt: skip
-    """Write the read copy of a staged tile of the checkpoint and, from it, u and the output of its V rows.
+    """Write the read copy of a staged tile of the checkpoint and (OUTPUTS), from it, u and the output of its V rows.
 
     READ "none": only u and the output, from the checkpoint. The pointers are of the head.
     """
@@ -156,7 +156,6 @@ def renew_tile(
     IN_K: gl.constexpr = gl.SliceLayout(0, L)
     CHUNKS: gl.constexpr = K // CHUNK
     rows = first_row + gl.arange(0, BLOCK_V, layout=IN_V)
-    v_now = gl.load(v + rows).to(gl.float32)
     if READ == "fp8":
         finite, row, inverse = fp8_scales(tile_at, L)
         gl.store(scales + rows, row)
@@ -164,13 +163,15 @@ def renew_tile(
     at_q = at_k
     for c in range(CHUNKS):
         x = tile_at.index(c).load(L)
-        k = gl.expand_dims(row_of(k_at, c, CHUNKS, CHUNK).load(IN_K), 0)
-        q = gl.expand_dims(row_of(q_at, c, CHUNKS, CHUNK).load(IN_K), 0)
+        if OUTPUTS:
+            k = gl.expand_dims(row_of(k_at, c, CHUNKS, CHUNK).load(IN_K), 0)
+            q = gl.expand_dims(row_of(q_at, c, CHUNKS, CHUNK).load(IN_K), 0)
         if READ == "nvfp4":
             encoded, block_scales, signed, full = encode_nvfp4(x, power, inverse_power)
             store_columns(scales, block_scales, first_row, c, K // 16)
-            at_k += same_layout(block_sums(signed, k) * full, at_k)
-            at_q += same_layout(block_sums(signed, q) * full, at_k)
+            if OUTPUTS:
+                at_k += same_layout(block_sums(signed, k) * full, at_k)
+                at_q += same_layout(block_sums(signed, q) * full, at_k)
         else:
             if READ == "none":
                 values = x
@@ -186,12 +187,15 @@ def renew_tile(
                 encoded, values = to_e4m3_and_back(x * gl.expand_dims(inverse, 1))
                 values *= gl.expand_dims(row, 1)
             values = gl.reshape(values, [BLOCK_V, CHUNK // 16, 16])
-            at_k += same_layout(block_sums(values, k), at_k)
-            at_q += same_layout(block_sums(values, q), at_k)
+            if OUTPUTS:
+                at_k += same_layout(block_sums(values, k), at_k)
+                at_q += same_layout(block_sums(values, q), at_k)
         if READ != "none":
             store_columns(codes, encoded, first_row, c, K * encoded.shape[1] // CHUNK)
-    at_k = gl.convert_layout(gl.sum(at_k, 1), IN_V, assert_trivial=True)
-    at_q = gl.convert_layout(gl.sum(at_q, 1), IN_V, assert_trivial=True)
-    u = b * (v_now - at_k * through)
-    gl.store(out + rows, (at_q * through + kq * u).to(out.dtype.element_ty))
-    gl.store(ring_u + rows, u.to(ring_u.dtype.element_ty))
+    if OUTPUTS:
+        v_now = gl.load(v + rows).to(gl.float32)
+        at_k = gl.convert_layout(gl.sum(at_k, 1), IN_V, assert_trivial=True)
+        at_q = gl.convert_layout(gl.sum(at_q, 1), IN_V, assert_trivial=True)
+        u = b * (v_now - at_k * through)
+        gl.store(out + rows, (at_q * through + kq * u).to(out.dtype.element_ty))
+        gl.store(ring_u + rows, u.to(ring_u.dtype.element_ty))

@@ -28,7 +28,7 @@ def delta_read_step_kernel(
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HEADS: gl.constexpr,
     BLOCK_V: gl.constexpr, CREW: gl.constexpr, EVERY: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_L: gl.constexpr,
     READ: gl.constexpr, COPY: gl.constexpr, SPLIT: gl.constexpr, KDA: gl.constexpr, RAW: gl.constexpr,
-    HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr, NORM: gl.constexpr,
+    HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr, NORM: gl.constexpr, CHUNK_HEADS: gl.constexpr,
 ):  # fmt: skip
     """READ: the format that is read: of the copy, or (not COPY) of an fp8 checkpoint itself."""
     ACT: gl.constexpr = ring_u.dtype.element_ty
@@ -50,7 +50,7 @@ def delta_read_step_kernel(
             chunks_ru_head * ACT_CHUNK, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
             chunks_codes_slot, stride_scales_slot, stride_global_slot, stride_state_scales_slot,
             HV, GROUP, K, V, BLOCK_V, CREW, BLOCK_B, BLOCK_L, READ if COPY else "none", KDA, RAW, HAS_BIAS, BOUNDED,
-            NORM, SCALES,
+            NORM, SCALES, CHUNK_HEADS,
         )  # fmt: skip
         return
     pid -= gl.minimum((pid + EVERY - 1) // EVERY, CREW)

@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from replayssm.ops.gluon_flushers import is_taken, share_of_work
+
 
 @gluon.jit
 def flushes(row, slot_indices, cursors, num_slots, pad_slot_id, buffer_len):
@@ -37,14 +39,13 @@ def settle_row(position, slot_indices, cursors, num_rows, num_slots, pad_slot_id
 
 
 @gluon.jit
-def place(programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_len, INTERLEAVE: gl.constexpr,
+def place(num_rows, programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_len, INTERLEAVE: gl.constexpr,
           SETTLE: gl.constexpr):
     """(row of the batch, which of its programs) of this program.
 
     Rows go by blocks of INTERLEAVE with the row fastest, so that a flushing row's programs spread over the chip.
     """
     pid = gl.program_id(0)
-    num_rows = gl.num_programs(0) // programs_a_row
     if INTERLEAVE == 1:
         row = pid // programs_a_row
         part = pid % programs_a_row
@@ -57,3 +58,57 @@ def place(programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_
     if SETTLE > 0:
         row = settle_row(row, slot_indices, cursors, num_rows, num_slots, pad_slot_id, buffer_len, SETTLE)
     return row, part
+
+
+@gluon.jit
+def likely_place(num_rows, programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_len,
+                 INTERLEAVE: gl.constexpr, FLUSH_PROGRAMS: gl.constexpr):
+    """(row, which of its programs) from the place in the grid alone; the row of a program that only flushes is -1."""
+    if FLUSH_PROGRAMS > 0:
+        item = gl.program_id(0) - FLUSH_PROGRAMS
+        row = gl.where(item < 0, -1, item // programs_a_row)
+        part = item - row * programs_a_row
+    else:
+        row, part = place(num_rows, programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_len,
+                          INTERLEAVE, 0)
+    return row, part
+
+
+@gluon.jit
+def work_of_program(num_rows, programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_len,
+                    TILES: gl.constexpr, INTERLEAVE: gl.constexpr, SETTLE: gl.constexpr, FLUSHERS: gl.constexpr):
+    """(row, which of its programs, first tile, last tile, whether it only flushes) of this program.
+
+    The row of a program that has nothing to do is at least the number of rows.
+    """
+    if FLUSHERS > 0:
+        row, part, begin, end, only = share_of_work(slot_indices, slot_indices, cursors, num_rows, num_slots,
+                                                    pad_slot_id, buffer_len, programs_a_row, TILES, FLUSHERS, False)
+    else:
+        row, part = place(num_rows, programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_len,
+                          INTERLEAVE, SETTLE)
+        begin = 0
+        end = TILES
+        only = False
+    return row, part, begin, end, only
+
+
+@gluon.jit
+def read_cursors(cursors, slot, buffer_len):
+    """(start, committed rows, whether a step of one token flushes) of a slot."""
+    start = gl.load(cursors + slot * 4)
+    committed = gl.load(cursors + slot * 4 + 1)
+    limit = gl.load(cursors + slot * 4 + 2)
+    return start, committed, (committed > 0) & (committed + 1 > gl.minimum(limit, buffer_len))
+
+
+@gluon.jit
+def leaves_flush(flush, only_flushes, row, slot_indices, cursors, num_rows, num_slots, pad_slot_id, buffer_len,
+                 FLUSHERS: gl.constexpr):
+    """Whether a program's row flushes, but by others."""
+    leaves = False
+    if FLUSHERS > 0:
+        if flush & (not only_flushes):
+            leaves = is_taken(row, slot_indices, slot_indices, cursors, num_rows, num_slots, pad_slot_id, buffer_len,
+                              FLUSHERS, False)
+    return leaves

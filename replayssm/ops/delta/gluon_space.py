@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gluon_common import view_as
+from .gluon_read_codes import as_shape
 
 
 @gluon.jit
@@ -44,3 +45,37 @@ def flush_space(
     else:
         values_at = gl.allocate_shared_memory(VALUE_TYPE, [VALUE_WORDS], FLAT)
     return keys_at, gates_at, values_at
+
+
+@gluon.jit
+def spare_words(smem, PART: gl.constexpr, PARTS: gl.constexpr, BLOCK_V: gl.constexpr, K: gl.constexpr,
+                STAGES: gl.constexpr):
+    """One of PARTS equal parts of the second stage, which a flush leaves unused, as fp32 words."""
+    STAGE_WORDS: gl.constexpr = BLOCK_V * K * smem.dtype.primitive_bitwidth // 32
+    return stage_part(smem, 1, PART * (STAGE_WORDS // PARTS), STAGE_WORDS // PARTS, STAGES, STAGE_WORDS)
+
+
+@gluon.jit
+def spare_table(
+    smem, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, PART: gl.constexpr, BLOCK_V: gl.constexpr, K: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Shared memory for a bf16 table of a flush in chunk form: in a half of the second stage, where it fits."""
+    WORDS: gl.constexpr = BLOCK_V * K * smem.dtype.primitive_bitwidth // 64
+    if STAGES >= 2 and SHAPE[0] * SHAPE[1] * SHAPE[2] // 2 <= WORDS:
+        table_at = as_shape(spare_words(smem, PART, 2, BLOCK_V, K, STAGES), gl.bfloat16, SHAPE, LAYOUT)
+    else:
+        table_at = gl.allocate_shared_memory(gl.bfloat16, SHAPE, LAYOUT)
+    return table_at
+
+
+@gluon.jit
+def token_space(K: gl.constexpr, PAD_HEADS: gl.constexpr, BLOCK_L: gl.constexpr):
+    """Where a program keeps k and q, the weights of the ring's rows through them, and the checkpoint's decay."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    k_at = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    q_at = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    seen_k_at = gl.allocate_shared_memory(gl.float32, [PAD_HEADS * BLOCK_L], FLAT)
+    seen_q_at = gl.allocate_shared_memory(gl.float32, [PAD_HEADS * BLOCK_L], FLAT)
+    through_at = gl.allocate_shared_memory(gl.float32, [PAD_HEADS], FLAT)
+    return k_at, q_at, seen_k_at, seen_q_at, through_at

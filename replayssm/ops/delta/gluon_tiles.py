@@ -26,9 +26,9 @@ def fetch_rows(smem, state, first: gl.constexpr, ROWS: gl.constexpr, K: gl.const
 def fetch(
     smem, v_smem, state, values, t, start, committed, ring_len, stride_state_head, stride_values_head,
     K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_L: gl.constexpr, TILE: gl.constexpr,
-    ROWS: gl.constexpr,
+    ROWS: gl.constexpr, oldest_first,
 ):
-    """Start copying state tile t (if TILE) and, youngest first, its columns of ring_u or ring_v (if ROWS)."""
+    """Start copying state tile t (if TILE) and, youngest or oldest first, its columns of ring_u or ring_v (if ROWS)."""
     PER_HEAD: gl.constexpr = V // BLOCK_V
     h = t // PER_HEAD
     col = t % PER_HEAD * BLOCK_V
@@ -38,9 +38,48 @@ def fetch(
         COPY_V: gl.constexpr = copy_layout(values.dtype.element_ty.primitive_bitwidth, BLOCK_V, gl.num_warps())
         age = gl.arange(0, BLOCK_L, layout=gl.SliceLayout(1, COPY_V))
         cols = gl.expand_dims(gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, COPY_V)), 0)
-        rows = gl.expand_dims(row_of_age(start, committed, age, ring_len) * V, 1)
+        age_at = gl.where(oldest_first, gl.maximum(committed - 1 - age, 0), age)
+        rows = gl.expand_dims(row_of_age(start, committed, age_at, ring_len) * V, 1)
         copy_to_shared(v_smem, values + h * stride_values_head + col + rows + cols,
                        mask=gl.expand_dims(age < committed, 1))
+
+
+@gluon.jit
+def fetch_first(
+    smem, values_smem, state, values, first, start, committed, ring_len, stride_state_head, stride_values_head,
+    K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_L: gl.constexpr, EARLY: gl.constexpr, oldest_first,
+):
+    """Start copying what is left of tile `first` after its EARLY rows, behind its columns of ring_u or ring_v."""
+    PIECE: gl.constexpr = EARLY if EARLY > 0 else BLOCK_V
+    PER_HEAD: gl.constexpr = V // BLOCK_V
+    fetch(smem, values_smem, state, values, first, start, committed, ring_len, stride_state_head, stride_values_head,
+          K, V, BLOCK_V, BLOCK_L, False, True, oldest_first)
+    state += first // PER_HEAD * stride_state_head + first % PER_HEAD * (BLOCK_V * K)
+    for row in gl.static_range(EARLY, BLOCK_V, PIECE):
+        fetch_rows(smem, state, row, PIECE, K)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def fetch_more(
+    smem, u_smem, state, ring_u, start, committed, ring_len, stride_state_head, stride_ru_head,
+    K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_L: gl.constexpr, NUM_TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Start copying the tiles after the first that fit into shared memory, for a row that reads."""
+    for t in gl.static_range(1, STAGES):
+        if t < NUM_TILES:
+            fetch(smem.index(t), u_smem.index(t), state, ring_u, t, start, committed, ring_len, stride_state_head,
+                  stride_ru_head, K, V, BLOCK_V, BLOCK_L, True, True, False)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def finish_rows(at_k, at_q, v_now, kq, beta, ring_u, out):
+    """Output and u of some V rows from what checkpoint and ring give for k and q; the pointers are of these rows."""
+    u = beta * (v_now.to(gl.float32) - at_k)
+    gl.store(out, (at_q + kq * u).to(out.dtype.element_ty))
+    gl.store(ring_u, u.to(ring_u.dtype.element_ty))
 
 
 @gluon.jit
@@ -51,10 +90,7 @@ def finish_tile(S, acc_k, acc_q, v_now, kq, k_at, q_at, through, beta, ring_u, o
     S = S.to(gl.float32)
     at_k = sum_k(S * gl.expand_dims(k, 0), TILE)
     at_q = sum_k(S * gl.expand_dims(q, 0), TILE)
-    u = beta * (v_now.to(gl.float32) - (acc_k + at_k * through))
-    o = acc_q + at_q * through + kq * u
-    gl.store(out, o.to(out.dtype.element_ty))
-    gl.store(ring_u, u.to(ring_u.dtype.element_ty))
+    finish_rows(acc_k + at_k * through, acc_q + at_q * through, v_now, kq, beta, ring_u, out)
 
 
 @gluon.jit
@@ -100,7 +136,7 @@ def read_tiles(
         if NUM_TILES > STAGES:
             if t + STAGES < NUM_TILES:
                 fetch(smem.index(stage), u_smem.index(stage), state, ring_u, t + STAGES, start, committed, ring_len,
-                      stride_state_head, stride_ru_head, K, V, BLOCK_V, BLOCK_L, True, True)
+                      stride_state_head, stride_ru_head, K, V, BLOCK_V, BLOCK_L, True, True, False)
         async_copy.commit_group()
         acc_k, acc_q = gl.reduce((u * weight_k, u * weight_q), 0, add2)
         finish_tile(S, gl.convert_layout(acc_k, IN_V, assert_trivial=True),
@@ -138,7 +174,7 @@ def flush_tiles(
         if NUM_TILES > 1:
             if t + 1 < end:
                 fetch(smem, v_smem, state, ring_v, t + 1, start, committed, ring_len, stride_state_head, stride_rv_head,
-                      K, V, BLOCK_V, BLOCK_L, True, True)
+                      K, V, BLOCK_V, BLOCK_L, True, True, False)
         async_copy.commit_group()
         table(values_at, BLOCK_L, BLOCK_V).store(values.to(values_at.dtype))
         S = replay_rows(S, keys_at, values_at, gates_at, row_of(decay_at, h, PAD_HEADS, BLOCK_L),

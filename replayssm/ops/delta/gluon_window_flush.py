@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replayssm.ops.delta.gluon_common import inverse_norm, replay_rows, row_of, row_of_age, table
-from replayssm.ops.delta.gluon_layouts import scores_layout
+from replayssm.ops.delta.gluon_layouts import scores_layout, tile_layout
 from replayssm.ops.gluon_window_parts import heads_layout
 
 
@@ -21,8 +21,19 @@ def load_flush_v(ring_v, start, count, ring_len, V: gl.constexpr, BLOCK_V: gl.co
 
 
 @gluon.jit
+def serial_tables(HEADS: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, KDA: gl.constexpr):
+    """Shared memory for `stage_flush`: keys [rows, K], KDA's decays [rows, K], GDN's and betas [heads, rows]."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    keys_at = gl.allocate_shared_memory(gl.float32, [ROWS * K], FLAT)
+    gates_at = gl.allocate_shared_memory(gl.float32, [ROWS * K if KDA else 1], FLAT)
+    decay_at = gl.allocate_shared_memory(gl.float32, [HEADS * ROWS], FLAT)
+    beta_at = gl.allocate_shared_memory(gl.float32, [HEADS * ROWS], FLAT)
+    return keys_at, gates_at, decay_at, beta_at
+
+
+@gluon.jit
 def stage_flush(
-    keys_at, gates_at, decay_at, beta_at, ring_k, ring_g, ring_beta, start, count, ring_len, stride_rg_head,
+    tables, ring_k, ring_g, ring_beta, start, count, ring_len, stride_rg_head,
     stride_rb_head,
     HEADS: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, KDA: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
@@ -30,6 +41,7 @@ def stage_flush(
 
     Norms are summed in the same layout as in the other kernels, so that they round alike.
     """
+    keys_at, gates_at, decay_at, beta_at = tables
     WARPS: gl.constexpr = gl.num_warps()
     L: gl.constexpr = scores_layout(ROWS, K, WARPS, KDA)
     LH: gl.constexpr = heads_layout(WARPS)
@@ -53,17 +65,26 @@ def stage_flush(
 
 @gluon.jit
 def replay_tile(
-    S, values, state, values_at, keys_at, gates_at, decay_at, beta_at, h, count,
-    HEADS: gl.constexpr, K: gl.constexpr, BLOCK_V: gl.constexpr, ROWS: gl.constexpr, KDA: gl.constexpr,
-    TILE: gl.constexpr,
+    S, ring_v, state, tables, h, start, count, ring_len,
+    HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, ROWS: gl.constexpr,
+    KDA: gl.constexpr, LS: gl.constexpr,
 ):  # fmt: skip
-    """Replay the staged rows into a tile of the checkpoint and store it at `state`; returns what memory now holds."""
-    table(values_at, ROWS, BLOCK_V).store(values)
+    """Replay the staged rows into a tile of the checkpoint, a tuple of one [V, K] in `LS`, and store it at `state`.
+
+    Returns what memory now holds; ring_v points to the tile's V-rows.
+    """
+    keys_at, gates_at, decay_at, beta_at = tables
+    TILE: gl.constexpr = tile_layout(state.dtype.element_ty.primitive_bitwidth, BLOCK_V, gl.num_warps())
+    values_at = gl.allocate_shared_memory(
+        ring_v.dtype.element_ty, [ROWS * BLOCK_V], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    table(values_at, ROWS, BLOCK_V).store(load_flush_v(ring_v, start, count, ring_len, V, BLOCK_V, ROWS))
     head_decay = row_of(decay_at, h, HEADS, ROWS) if HEADS > 1 else decay_at
     head_beta = row_of(beta_at, h, HEADS, ROWS) if HEADS > 1 else beta_at
-    S = replay_rows(
-        S.to(gl.float32), keys_at, values_at, gates_at, head_decay, head_beta, count, K, BLOCK_V, ROWS, KDA, TILE
+    tile = gl.convert_layout(S[0], TILE).to(gl.float32)
+    tile = replay_rows(
+        tile, keys_at, values_at, gates_at, head_decay, head_beta, count, K, BLOCK_V, ROWS, KDA, TILE
     ).to(state.dtype.element_ty)
     at = gl.expand_dims(gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, TILE)), 1) * K
-    gl.store(state + (at + gl.expand_dims(gl.arange(0, K, layout=gl.SliceLayout(0, TILE)), 0)), S)
-    return S
+    gl.store(state + (at + gl.expand_dims(gl.arange(0, K, layout=gl.SliceLayout(0, TILE)), 0)), tile)
+    return (gl.convert_layout(tile, LS),)

@@ -13,7 +13,7 @@ from replayssm.checks import fail
 from replayssm.config import GDNSpec, KDASpec
 from replayssm.ops.delta import configs
 from replayssm.ops.delta.configs import LaunchConfig, Shape
-from replayssm.ops.delta.window_launch import delta_window
+from replayssm.ops.delta.window_launch import chunks, delta_window
 from replayssm.ops.delta.window_launch import window_route as window_route
 from replayssm.ops.device import check_one_token, device_arch, is_aligned
 
@@ -46,9 +46,15 @@ def delta_step(
     lower_bound: float | None,
     max_window_len: int,
     parents: torch.Tensor | None = None,
+    replay: str = "serial",
     config: LaunchConfig | None = None,
 ) -> None:
-    """See `replayssm.ops.delta.reference.delta_step`; `config` overrides the tables of one-token steps."""
+    """See `replayssm.ops.delta.reference.delta_step`; `config` overrides the tables of one-token steps.
+
+    replay: a flush's form, "serial" (token by token, bit for bit as stepwise decoding) or "chunk" (products that are
+    accurate to fp32, of 16-bit inputs; the portable kernel and tiles of less than 16 V-rows a warp replay serially).
+    """
+    chunk = chunks(replay) and v.element_size() == 2
     rings = (ring_k, ring_v, ring_u, ring_g, ring_beta)
     if query_start_loc is not None:
         delta_window(
@@ -60,6 +66,7 @@ def delta_step(
             lower_bound=lower_bound,
             max_window_len=max_window_len,
             parents=parents,
+            replay=replay,
         )
         return
     _check(state, None, max_window_len)
@@ -69,6 +76,8 @@ def delta_step(
     if config is None:
         config = configs.step_config(batch, layer_shape(state, k.shape[1], g, ring_v, ring_u))
     kernel, options = _kernel("step", config, state, k.shape[1])
+    if config.backend == "gluon":
+        options["CHUNK"] = chunk and config.block_v >= 16 * config.num_warps
     tiles = _tiles(config, state)
     kernel[(tiles // config.num_tiles * batch + tiles * config.flushers,)](
         *(q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias),
@@ -205,10 +214,7 @@ def _kernel(name: str, config: LaunchConfig, state: torch.Tensor, num_k_heads: i
     if config.backend == "triton":
         return _function("triton", name), options | {"BLOCK_K": triton.next_power_of_2(k_dim)}
     if name == "step":
-        options |= {"NUM_TILES": config.num_tiles, "STAGES": config.stages}
-        options |= {"EARLY": config.block_v if config.early is None else config.early}
-        options |= {"SETTLE": config.settle, "INTERLEAVE": config.interleave, "HINT": config.hint}
-        options |= {"FLUSHERS": config.flushers, "TENSOR_CORES": config.tensor_cores}
+        options |= configs.step_options(config)
     options |= {"maxnreg": config.max_registers, "launch_pdl": config.pdl}
     return _function("gluon", name), options
 

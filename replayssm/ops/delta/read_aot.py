@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from replayssm.ops.aot import ALL_TARGETS, AotCase, launch_options
-from replayssm.ops.delta import gluon_read_step, triton_read_step
-from replayssm.ops.delta.read_configs import PORTABLE, ReadShape, read_config
+from replayssm.ops.delta import gluon_read_alone, gluon_read_step, triton_read_step
+from replayssm.ops.delta.read_configs import PORTABLE, READ_ALONE, ReadConfig, ReadShape, read_config
 from replayssm.ops.device import GLUON_ARCHS
 
 # (k-heads, v-heads, KDA): Qwen3.5-122B, Kimi-Linear.
@@ -19,6 +20,10 @@ GLUON_CASES = (
     (QWEN, "nvfp4", "fp32", "sm90", 8),
     *((KIMI, read, state, "sm90", 256) for read, state in (("nvfp4", "fp8"),)),
     *((QWEN, "nvfp4", "fp32", arch, 256) for arch in GLUON_ARCHS if arch != "sm90"),
+)
+ALONE_CASES = (
+    *((QWEN, read, state) for read, state in (("nvfp4", "fp32"), ("nvfp4", "fp8"), ("int8", "fp16"), ("fp8", "fp32"))),
+    (KIMI, "nvfp4", "fp32"),
 )
 _CODES = {"bf16": "bf16", "int8": "i8", "fp8": "u8", "nvfp4": "u8", "none": "u8"}
 _SCALES = {"bf16": "fp32", "int8": "fp16", "fp8": "fp32", "nvfp4": "u8", "none": "fp32"}
@@ -53,15 +58,36 @@ def aot_cases() -> Iterator[AotCase]:
         # A program holds a head whole, whatever its size.
         yield AotCase(name, kernel, state, sizes, options, ALL_TARGETS, _argument, spill=2048)
     for (label, HK, HV, kda), read, state, arch, batch in GLUON_CASES:
-        config = read_config(batch, ReadShape(HK, HV, 128, 128, kda, read, state, 17, True, arch))
-        more = {"HEADS": config.heads, "BLOCK_V": 16 * config.num_warps, "CREW": config.crew, "EVERY": config.every}
-        more |= {"BLOCK_B": 256, "COPY": read != "none", "READ": "fp8" if read == "none" else read, "SPLIT": kda}
-        sizes = _sizes(label, HK, HV, kda) | more
-        options, kernel = launch_options(config.num_warps, config.max_registers), gluon_read_step.delta_read_step_kernel
-        # A flushing program spills what it needs once a head, outside its loops.
-        spill = 192 if arch == "sm90" else 0
-        name = f"read-{label}-{read}-{state}-{config}"
-        yield AotCase(name, kernel, state, sizes, options, (arch,), _argument, gluon=True, spill=spill)
+        shape = ReadShape(HK, HV, 128, 128, kda, read, state, 17, True, arch)
+        yield from _gluon_cases(label, shape, read_config(batch, shape))
+    for (label, HK, HV, kda), read, state in ALONE_CASES:
+        shape = ReadShape(HK, HV, 128, 128, kda, read, state, 17, True, "sm90")
+        alone = replace(READ_ALONE, heads=1, flush_heads=1, max_registers=168) if kda else READ_ALONE
+        yield from _gluon_cases(label, shape, alone)
+
+
+def _gluon_cases(label: str, shape: ReadShape, config: ReadConfig) -> Iterator[AotCase]:
+    read = shape.read
+    more = {"COPY": read != "none", "READ": "fp8" if read == "none" else read, "SPLIT": shape.kda, "BLOCK_B": 256}
+    more |= {"HEADS": config.heads, "CREW": config.crew, "EVERY": config.every, "CHUNK_HEADS": config.flush_heads}
+    sizes = _sizes(label, shape.num_k_heads, shape.num_v_heads, shape.kda) | more
+    name = f"read-{label}-{read}-{shape.checkpoint}-{config}"
+    for kernel, warps, registers, spill in _kernels(config, shape.arch):
+        known = sizes | {"BLOCK_V": 16 * warps}
+        known = {argument: known[argument] for argument in kernel.arg_names if argument in known}
+        options, part = launch_options(warps, registers), name if not config.flush_warps else f"{name}-{warps}"
+        yield AotCase(part, kernel, shape.checkpoint, known, options, (shape.arch,), _argument, gluon=True, spill=spill)
+
+
+def _kernels(config: ReadConfig, arch: str) -> list[tuple[Any, int, int | None, int]]:
+    """Kernels of a configuration with their warps, registers and spills: all once a head, outside of loops."""
+    if config.flush_warps:
+        flush = (gluon_read_alone.delta_read_flush_kernel, config.flush_warps, config.flush_registers)
+        read = (gluon_read_alone.delta_read_alone_kernel, 1, config.max_registers)
+        return [(*flush, 112 if arch == "sm90" else 0), (*read, 0)]
+    return [
+        (gluon_read_step.delta_read_step_kernel, config.num_warps, config.max_registers, 192 if arch == "sm90" else 0)
+    ]
 
 
 def _sizes(label: str, HK: int, HV: int, kda: bool) -> dict[str, Any]:

@@ -13,8 +13,10 @@ class ReadConfig:
     """How a step with a read copy is launched.
 
     backend: "triton" (portable) or "gluon" (NVIDIA). For Gluon: heads: v-heads of one k-head a reading program; crew:
-    programs that flush, every `every`-th of the grid's first (a flushing tile has 16 rows a warp). pdl: programmatic
-    dependent launch.
+    programs that flush, every `every`-th of the grid's first (a flushing tile has 16 rows a warp); flush_heads: v-heads
+    of one k-head that they flush together in chunk form, 0: one, token by token, whatever `replay` says; flush_warps,
+    flush_registers: of a flushing program where that is a launch of its own, beside one of reading programs of one
+    warp, 0: one launch. pdl: programmatic dependent launch.
     """
 
     backend: str
@@ -22,12 +24,16 @@ class ReadConfig:
     heads: int = 1
     crew: int = 0
     every: int = 1
+    flush_heads: int = 0
+    flush_warps: int = 0
+    flush_registers: int | None = None
     max_registers: int | None = None
     pdl: bool = True
 
     def __str__(self) -> str:
         crew = f", {self.heads} heads a program, {self.crew} flushing" if self.backend == "gluon" else ""
-        return f"{self.backend} read, {self.num_warps} warps{crew}"
+        apart = f" in a launch of {self.flush_warps} warps" if self.flush_warps else ""
+        return f"{self.backend} read, {self.num_warps} warps{crew}{apart}"
 
 
 @dataclass(frozen=True)
@@ -47,22 +53,34 @@ class ReadShape:
 
 
 def _read(num_warps: int, heads: int, crew: int, every: int, registers: int = 128) -> ReadConfig:
-    return ReadConfig("gluon", num_warps, heads, crew, every, registers)
+    return ReadConfig("gluon", num_warps, heads, crew, every, max_registers=registers)
+
+
+def _alone(heads: int = 2, registers: int = 128, flush_registers: int = 168) -> ReadConfig:
+    return ReadConfig(
+        *("gluon", 1, heads, 264),
+        flush_heads=heads,
+        flush_warps=4,
+        flush_registers=flush_registers,
+        max_registers=registers,
+    )
 
 
 PORTABLE = ReadConfig("triton", 16)
+READ_ALONE = _alone()
 _SMALL = _read(8, 2, 512, 1)
 # (KDA, format read): up to how many v-heads in the batch, and the configuration for them. Measured on one H200 at
 # batches 8 and 256 of 32 and 64 v-heads.
 STEP = {
-    (False, "nvfp4"): ((1024, _SMALL), (1 << 40, _read(4, 2, 528, 2))),
-    (False, "int8"): ((1024, _SMALL), (1 << 40, _read(4, 2, 396, 2, 168))),
-    (False, "fp8"): ((1024, _SMALL), (1 << 40, _read(4, 2, 396, 2, 168))),
+    (False, "nvfp4"): ((1024, _SMALL), (4096, _read(4, 2, 528, 2)), (1 << 40, _alone())),
+    (False, "int8"): ((1024, _SMALL), (4096, _read(4, 2, 396, 2, 168)), (1 << 40, _alone(flush_registers=128))),
+    (False, "fp8"): ((1024, _SMALL), (4096, _read(4, 2, 396, 2, 168)), (1 << 40, _alone())),
     (False, "bf16"): ((1024, _read(8, 1, 512, 1)), (1 << 40, _read(4, 1, 264, 2))),
     **{
-        (True, read): ((1024, _read(8, 1, 512, 1)), (1 << 40, _read(4, 1, 528, 2)))
-        for read in ("bf16", "int8", "fp8", "nvfp4")
+        (True, read): ((1024, _read(8, 1, 512, 1)), (4096, _read(4, 1, 528, 2)), (1 << 40, _alone(1, 168)))
+        for read in ("int8", "fp8", "nvfp4")
     },
+    (True, "bf16"): ((1024, _read(8, 1, 512, 1)), (1 << 40, _read(4, 1, 528, 2))),
 }
 GLUON_RING_LEN = 33
 
@@ -75,12 +93,15 @@ def read_config(batch: int, shape: ReadShape) -> ReadConfig:
     # An fp8 checkpoint without a copy is read like a copy.
     table = STEP[shape.kda, "fp8" if shape.read == "none" else shape.read]
     config = next(config for most, config in table if batch * shape.num_v_heads <= most)
-    heads = config.heads
+    heads, flush_heads = config.heads, config.flush_heads
     while (shape.num_v_heads // shape.num_k_heads) % heads:
         heads //= 2
+    while flush_heads and (shape.num_v_heads // shape.num_k_heads) % flush_heads:
+        flush_heads //= 2
     # The register caps were measured on sm90; elsewhere nothing may spill.
-    registers = config.max_registers if shape.arch == "sm90" else 240
-    return replace(config, heads=heads, max_registers=registers)
+    if shape.arch != "sm90":
+        config = replace(config, max_registers=240, flush_registers=240)
+    return replace(config, heads=heads, flush_heads=flush_heads)
 
 
 def gluon_fits(shape: ReadShape) -> bool:

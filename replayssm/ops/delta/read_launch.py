@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -12,6 +12,9 @@ from replayssm.config import GDNSpec, KDASpec, LayerSpec
 from replayssm.ops.delta.launch import _gate_options, _token_strides
 from replayssm.ops.delta.read_configs import ReadConfig, ReadShape, read_config
 from replayssm.ops.device import GLUON_ARCHS, device_arch, is_aligned
+
+if TYPE_CHECKING:
+    from replayssm.ops.delta.read_window_configs import ReadWindowConfig
 
 READ_FORMATS = {torch.bfloat16: "bf16", torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "nvfp4"}
 CHECKPOINTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
@@ -43,52 +46,79 @@ def delta_read_step(
     use_qk_l2norm: bool,
     lower_bound: float | None,
     max_window_len: int,
+    parents: torch.Tensor | None = None,
     read_codes: torch.Tensor | None,
     read_scales: torch.Tensor | None,
     read_global: torch.Tensor | None,
     state_scales: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
     stream: int = 0,
+    replay: str = "serial",
     config: ReadConfig | None = None,
+    window_config: ReadWindowConfig | None = None,
 ) -> None:
-    """See `replayssm.ops.delta.reference.delta_step`; one token a row. `config` overrides `read_configs`."""
+    """See `replayssm.ops.delta.reference.delta_step`. `config` and `window_config` (windows) override the tables."""
     if query_start_loc is not None or max_window_len != 1:
-        raise fail("max_window_len", max_window_len, "1, with query_start_loc None, with a read copy on a GPU")
+        from replayssm.ops.delta.read_window_launch import delta_read_window
+
+        return delta_read_window(
+            *(q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors),
+            *(slot_indices, query_start_loc, out),
+            config=window_config,
+            buffer_len=buffer_len,
+            pad_slot_id=pad_slot_id,
+            scale=scale,
+            use_qk_l2norm=use_qk_l2norm,
+            lower_bound=lower_bound,
+            max_window_len=max_window_len,
+            parents=parents,
+            read_codes=read_codes,
+            read_scales=read_scales,
+            read_global=read_global,
+            state_scales=state_scales,
+            seeds=seeds,
+            stream=stream,
+            replay=replay,
+        )
+    if replay not in ("serial", "chunk"):
+        raise fail("replay", replay, "serial, chunk")
     batch = slot_indices.shape[0]
     if batch == 0:
         return
     rings = (ring_k, ring_v, ring_u, ring_g, ring_beta)
-    shape = layer_shape(state, k.shape[1], g, rings, read_codes, stochastic=seeds is not None)
+    random = seeds is not None
+    shape = layer_shape(state, k.shape[1], g, rings, read_codes, scales=read_scales, stochastic=random)
     config = config or read_config(batch, shape)
     stored = _stored(state, read_codes, read_scales, read_global, state_scales)
     inputs = (q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias)
     if config.backend == "gluon":
-        kernel, grid, options = _gluon(config, batch, shape)
+        launches = _launches(config, batch, shape, replay)
         if read_codes is None:  # the checkpoint is its own copy
             stored = (stored[0], stored[3], *stored[2:])
         stored, counts, strides = (stored[0].view(torch.int32), *stored), (pad_slot_id, batch), _chunks
     else:
         kernel, grid, options = _portable(config, batch, shape, buffer_len)
-        options["STOCHASTIC"] = seeds is not None
+        launches = [(kernel, grid, options | {"STOCHASTIC": random})]
         seeds = cursors if seeds is None else seeds
         counts, strides = (pad_slot_id, stream), _elements
-    kernel[(grid,)](
-        *(*inputs, _as_bytes(state), *rings, cursors, slot_indices, out, *stored),
-        *(() if config.backend == "gluon" else (seeds,)),
-        *(state.shape[0], shape.ring_len, buffer_len, *counts, scale, lower_bound or 0.0),
-        *_token_strides(q, k, v, g, beta, out),
-        *strides(state),
-        *(*ring_k.stride()[:2], *strides(ring_v), *strides(ring_u), *ring_g.stride()[:2], *ring_beta.stride()[:2]),
-        *(strides(stored[-4])[0], *(tensor.stride(0) for tensor in stored[-3:])),
-        **_gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm),
-        **options,
-    )
+    for kernel, grid, options in launches:
+        kernel[(grid,)](
+            *(*inputs, _as_bytes(state), *rings, cursors, slot_indices, out, *stored),
+            *(() if config.backend == "gluon" else (seeds,)),
+            *(state.shape[0], shape.ring_len, buffer_len, *counts, scale, lower_bound or 0.0),
+            *_token_strides(q, k, v, g, beta, out),
+            *strides(state),
+            *(*ring_k.stride()[:2], *strides(ring_v), *strides(ring_u), *ring_g.stride()[:2], *ring_beta.stride()[:2]),
+            *(strides(stored[-4])[0], *(tensor.stride(0) for tensor in stored[-3:])),
+            **_gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm),
+            **options,
+        )
 
 
 def supports(spec: LayerSpec, *, checkpoint: str, read: str, max_window_len: int, rounding: str) -> bool:
-    """Whether a GPU runs this combination of formats: one token a row; random words come four columns at a time."""
+    """Whether a GPU runs this combination of formats: random words come four columns at a time."""
     assert isinstance(spec, GDNSpec)
-    return max_window_len == 1 and (rounding == "nearest" or spec.head_k_dim % 4 == 0)
+    return rounding == "nearest" or spec.head_k_dim % 4 == 0
 
 
 def route(spec: LayerSpec, *, checkpoint: str, read: str, batch: int, device: torch.device, ring_len: int) -> str:
@@ -105,6 +135,7 @@ def layer_shape(
     rings: tuple[torch.Tensor, ...],
     codes: torch.Tensor | None,
     *,
+    scales: torch.Tensor | None = None,
     stochastic: bool = False,
 ) -> ReadShape:
     """What the choice of a configuration depends on; only the portable kernel rounds stochastically."""
@@ -112,25 +143,37 @@ def layer_shape(
     read = "none" if codes is None else READ_FORMATS[codes.dtype]
     large = (state, *rings[:3], *(() if codes is None else (codes,)))
     fast = rings[2].dtype in (torch.bfloat16, torch.float16) and all(is_aligned(tensor) for tensor in large)
+    # nvfp4's scales are read in pairs.
+    fast = fast and (scales is None or (scales.data_ptr() | scales.stride(0) * scales.element_size()) % 2 == 0)
     # Inside a slot the Gluon kernel counts in 32 bits.
     fast = fast and not stochastic and all(tensor.stride(1) * heads < 2**31 for tensor in rings)
     dims = (num_k_heads, heads, k_dim, v_dim, g.dim() == 3)
     return ReadShape(*dims, read, CHECKPOINTS[state.dtype], rings[0].shape[2], fast, device_arch(state.device))
 
 
-def _gluon(config: ReadConfig, batch: int, shape: ReadShape) -> tuple[Any, int, dict[str, Any]]:
-    from replayssm.ops.delta.gluon_read_step import delta_read_step_kernel
+def _launches(config: ReadConfig, batch: int, shape: ReadShape, replay: str) -> list[tuple[Any, int, dict[str, Any]]]:
+    """The Gluon step's launch; or the flushing launch, then the reading one that runs beside it."""
+    from replayssm.ops.delta import gluon_read_alone, gluon_read_step
 
-    HV = shape.num_v_heads
-    crew = min(config.crew, batch * HV)
-    grid = batch * HV // config.heads + crew
-    options: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": shape.head_k_dim, "V": shape.head_v_dim}
-    options |= {"HEADS": config.heads, "BLOCK_V": 16 * config.num_warps, "CREW": crew}
-    options |= {"EVERY": max(1, min(config.every, grid // crew)), "BLOCK_B": max(32, triton.next_power_of_2(batch))}
-    options |= {"BLOCK_L": max(16, triton.next_power_of_2(shape.ring_len - 1)), "COPY": shape.read != "none"}
-    options |= {"READ": "fp8" if shape.read == "none" else shape.read, "SPLIT": shape.kda}
-    options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers, "launch_pdl": config.pdl}
-    return delta_read_step_kernel, grid, options
+    HV, K, V = shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
+    together = config.flush_heads if replay == "chunk" else 0
+    crew = min(config.crew, batch * HV // max(1, together))
+    programs = batch * HV // config.heads
+    both: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": K, "V": V, "launch_pdl": config.pdl}
+    both |= {"BLOCK_L": max(16, triton.next_power_of_2(shape.ring_len - 1))}
+    both |= {"READ": "fp8" if shape.read == "none" else shape.read}
+    read = {"HEADS": config.heads, "SPLIT": shape.kda, "num_warps": config.num_warps, "maxnreg": config.max_registers}
+    flush = {"COPY": shape.read != "none", "CHUNK_HEADS": together, "BLOCK_B": max(32, triton.next_power_of_2(batch))}
+    if config.flush_warps:
+        flush |= {"BLOCK_V": 16 * config.flush_warps, "num_warps": config.flush_warps}
+        flush |= {"maxnreg": config.flush_registers}
+        return [
+            (gluon_read_alone.delta_read_flush_kernel, crew, both | flush),
+            (gluon_read_alone.delta_read_alone_kernel, programs, both | read),
+        ]
+    flush |= {"BLOCK_V": 16 * config.num_warps, "CREW": crew}
+    flush |= {"EVERY": max(1, min(config.every, (programs + crew) // crew))}
+    return [(gluon_read_step.delta_read_step_kernel, programs + crew, both | read | flush)]
 
 
 def _portable(config: ReadConfig, batch: int, shape: ReadShape, buffer_len: int) -> tuple[Any, int, dict[str, Any]]:

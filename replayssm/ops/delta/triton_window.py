@@ -54,6 +54,86 @@ def gate_rows(
     return tl.where(new, raw, kept)
 
 
+@triton.jit
+def read_tokens(
+    S, q, k, v, g, beta, A_log, dt_bias, rk, rv, ru, rg, rb, parents, out, first, T, head, start, committed, live,
+    whole, ring_len, scale, lower_bound, stride_q_token, stride_k_token, stride_v_token, stride_g_token, stride_g_head,
+    stride_beta_token, stride_beta_head, stride_out_token, offs_k, mask_k, offs_v, mask_v,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TREE: tl.constexpr, KDA: tl.constexpr,
+    RAW: tl.constexpr, HAS_BIAS: tl.constexpr, BOUNDED: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Outputs and ring rows of a window from the state S [V, K] and `live` committed rows.
+
+    The pointers to q, k, v, out and parents are of the window's first token, those to the rings of the slot's head.
+    whole: append what all V-rows of a head share too.
+    """
+    r = tl.arange(0, ROWS)
+    old = r < live
+    new = (r >= live) & (r < live + T)
+    row = ring_row(start, r, ring_len)
+    keys = tl.load(rk + row[:, None] * K + offs_k[None, :], mask=old[:, None] & mask_k[None, :], other=0.0)
+    fresh = k + (r - live)[:, None] * stride_k_token + offs_k[None, :]
+    fresh = tl.load(fresh, mask=new[:, None] & mask_k[None, :], other=0.0)
+    keys = tl.where(new[:, None], fresh.to(tl.float32), keys.to(tl.float32))
+    if NORM:
+        keys = keys * tl.rsqrt(tl.sum(keys * keys, axis=1) + 1e-6)[:, None]
+    U = tl.load(ru + row[:, None] * V + offs_v[None, :], mask=old[:, None] & mask_v[None, :], other=0.0).to(tl.float32)
+    # Row r decays by the gates of the later rows that the token sees: those of row r + 1 stand at r, and are summed up
+    # from the end, never as a difference.
+    g_head = g + first * stride_g_token + head * stride_g_head
+    after = gate_rows(
+        rg, g_head, A_log, dt_bias, head, r + 1, start, live, T, ring_len, offs_k, mask_k, lower_bound, stride_g_token,
+        K, KDA, RAW, HAS_BIAS, BOUNDED,
+    )  # fmt: skip
+    here = gate_rows(
+        rg, g_head, A_log, dt_bias, head, r, start, live, T, ring_len, offs_k, mask_k, lower_bound, stride_g_token,
+        K, KDA, RAW, HAS_BIAS, BOUNDED,
+    )  # fmt: skip
+    for t in range(T):
+        seen = seen_rows(r, live, t, parents, TREE)
+        before = seen & (r != live + t)
+        sees_next = seen_rows(r + 1, live, t, parents, TREE)
+        k_raw = tl.load(k + t * stride_k_token + offs_k, mask=mask_k, other=0.0)
+        q_now = unit(tl.load(q + t * stride_q_token + offs_k, mask=mask_k, other=0.0).to(tl.float32), NORM) * scale
+        k_now = unit(k_raw.to(tl.float32), NORM)
+        v_raw = tl.load(v + t * stride_v_token + offs_v, mask=mask_v, other=0.0)
+        decay, b = token_gate(
+            g, beta, A_log, dt_bias, first + t, head, offs_k, mask_k, lower_bound,
+            stride_g_token, stride_g_head, stride_beta_token, stride_beta_head, K, KDA, RAW, HAS_BIAS, BOUNDED,
+        )  # fmt: skip
+        if KDA:
+            weighted = keys * tl.exp(tl.cumsum(tl.where(sees_next[:, None], after, 0.0), axis=0, reverse=True))
+            through = tl.exp(tl.sum(tl.where(seen[:, None], here, 0.0), axis=0))
+            seen_k = tl.sum(weighted * k_now[None, :], axis=1)
+            seen_q = tl.sum(weighted * q_now[None, :], axis=1)
+            acc_k = tl.sum(S * (k_now * through)[None, :], axis=1)
+            acc_q = tl.sum(S * (q_now * through)[None, :], axis=1)
+        else:
+            fade = tl.exp(tl.cumsum(tl.where(sees_next, after, 0.0), axis=0, reverse=True))
+            through = tl.exp(tl.sum(tl.where(seen, here, 0.0), axis=0))
+            seen_k = tl.sum(keys * k_now[None, :], axis=1) * fade
+            seen_q = tl.sum(keys * q_now[None, :], axis=1) * fade
+            acc_k = tl.sum(S * k_now[None, :], axis=1) * through
+            acc_q = tl.sum(S * q_now[None, :], axis=1) * through
+        acc_k += tl.sum(U * tl.where(before, seen_k, 0.0)[:, None], axis=0)
+        acc_q += tl.sum(U * tl.where(before, seen_q, 0.0)[:, None], axis=0)
+        u = b * (v_raw.to(tl.float32) - acc_k)
+        o = acc_q + tl.sum(k_now * q_now, axis=0) * u
+        U = tl.where((r == live + t)[:, None], u[None, :], U)
+        tl.store(out + t * stride_out_token + offs_v, o.to(out.dtype.element_ty), mask=mask_v)
+        at = ring_row(start, committed + t, ring_len)
+        tl.store(rv + at * V + offs_v, v_raw, mask=mask_v)
+        tl.store(ru + at * V + offs_v, u.to(ru.dtype.element_ty), mask=mask_v)
+        if whole:
+            tl.store(rb + at, b)
+            if KDA:
+                tl.store(rg + at * K + offs_k, decay, mask=mask_k)
+            else:
+                tl.store(rg + at, decay)
+            if head % GROUP == 0:
+                tl.store(rk + at * K + offs_k, k_raw, mask=mask_k)
+
+
 @triton.jit(do_not_specialize=["num_slots", "ring_len", "buffer_len", "pad_slot_id"])
 def delta_window_kernel(
     q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices,
@@ -109,70 +189,9 @@ def delta_window_kernel(
         stored = S.to(state.dtype.element_ty)
         tl.store(state_at, stored, mask=tile_mask)
         S = stored.to(tl.float32)
-
-    live = tl.where(flush, 0, committed)
-    r = tl.arange(0, ROWS)
-    old = r < live
-    new = (r >= live) & (r < live + T)
-    row = ring_row(start, r, ring_len)
-    keys = tl.load(rk + row[:, None] * K + offs_k[None, :], mask=old[:, None] & mask_k[None, :], other=0.0)
-    fresh = k + (r - live)[:, None] * stride_k_token + offs_k[None, :]
-    fresh = tl.load(fresh, mask=new[:, None] & mask_k[None, :], other=0.0)
-    keys = tl.where(new[:, None], fresh.to(tl.float32), keys.to(tl.float32))
-    if NORM:
-        keys = keys * tl.rsqrt(tl.sum(keys * keys, axis=1) + 1e-6)[:, None]
-    U = tl.load(ru + row[:, None] * V + offs_v[None, :], mask=old[:, None] & mask_v[None, :], other=0.0).to(tl.float32)
-    # Row r decays by the gates of the later rows that the token sees: those of row r + 1 stand at r, and are summed up
-    # from the end, never as a difference.
-    g_head = g + first * stride_g_token + head * stride_g_head
-    after = gate_rows(
-        rg, g_head, A_log, dt_bias, head, r + 1, start, live, T, ring_len, offs_k, mask_k, lower_bound, stride_g_token,
-        K, KDA, RAW, HAS_BIAS, BOUNDED,
+    read_tokens(
+        S, q, k, v, g, beta, A_log, dt_bias, rk, rv, ru, rg, rb, parents + first, out, first, T, head, start, committed,
+        tl.where(flush, 0, committed), tile == 0, ring_len, scale, lower_bound, stride_q_token, stride_k_token,
+        stride_v_token, stride_g_token, stride_g_head, stride_beta_token, stride_beta_head, stride_out_token, offs_k,
+        mask_k, offs_v, mask_v, GROUP, K, V, ROWS, TREE, KDA, RAW, HAS_BIAS, BOUNDED, NORM,
     )  # fmt: skip
-    here = gate_rows(
-        rg, g_head, A_log, dt_bias, head, r, start, live, T, ring_len, offs_k, mask_k, lower_bound, stride_g_token,
-        K, KDA, RAW, HAS_BIAS, BOUNDED,
-    )  # fmt: skip
-    for t in range(T):
-        seen = seen_rows(r, live, t, parents + first, TREE)
-        before = seen & (r != live + t)
-        sees_next = seen_rows(r + 1, live, t, parents + first, TREE)
-        k_raw = tl.load(k + t * stride_k_token + offs_k, mask=mask_k, other=0.0)
-        q_now = unit(tl.load(q + t * stride_q_token + offs_k, mask=mask_k, other=0.0).to(tl.float32), NORM) * scale
-        k_now = unit(k_raw.to(tl.float32), NORM)
-        v_raw = tl.load(v + t * stride_v_token + offs_v, mask=mask_v, other=0.0)
-        decay, b = token_gate(
-            g, beta, A_log, dt_bias, first + t, head, offs_k, mask_k, lower_bound,
-            stride_g_token, stride_g_head, stride_beta_token, stride_beta_head, K, KDA, RAW, HAS_BIAS, BOUNDED,
-        )  # fmt: skip
-        if KDA:
-            weighted = keys * tl.exp(tl.cumsum(tl.where(sees_next[:, None], after, 0.0), axis=0, reverse=True))
-            through = tl.exp(tl.sum(tl.where(seen[:, None], here, 0.0), axis=0))
-            seen_k = tl.sum(weighted * k_now[None, :], axis=1)
-            seen_q = tl.sum(weighted * q_now[None, :], axis=1)
-            acc_k = tl.sum(S * (k_now * through)[None, :], axis=1)
-            acc_q = tl.sum(S * (q_now * through)[None, :], axis=1)
-        else:
-            fade = tl.exp(tl.cumsum(tl.where(sees_next, after, 0.0), axis=0, reverse=True))
-            through = tl.exp(tl.sum(tl.where(seen, here, 0.0), axis=0))
-            seen_k = tl.sum(keys * k_now[None, :], axis=1) * fade
-            seen_q = tl.sum(keys * q_now[None, :], axis=1) * fade
-            acc_k = tl.sum(S * k_now[None, :], axis=1) * through
-            acc_q = tl.sum(S * q_now[None, :], axis=1) * through
-        acc_k += tl.sum(U * tl.where(before, seen_k, 0.0)[:, None], axis=0)
-        acc_q += tl.sum(U * tl.where(before, seen_q, 0.0)[:, None], axis=0)
-        u = b * (v_raw.to(tl.float32) - acc_k)
-        o = acc_q + tl.sum(k_now * q_now, axis=0) * u
-        U = tl.where((r == live + t)[:, None], u[None, :], U)
-        tl.store(out + t * stride_out_token + offs_v, o.to(out.dtype.element_ty), mask=mask_v)
-        at = ring_row(start, committed + t, ring_len)
-        tl.store(rv + at * V + offs_v, v_raw, mask=mask_v)
-        tl.store(ru + at * V + offs_v, u.to(ring_u.dtype.element_ty), mask=mask_v)
-        if tile == 0:
-            tl.store(rb + at, b)
-            if KDA:
-                tl.store(rg + at * K + offs_k, decay, mask=mask_k)
-            else:
-                tl.store(rg + at, decay)
-            if head % GROUP == 0:
-                tl.store(rk + at * K + offs_k, k_raw, mask=mask_k)

@@ -57,7 +57,9 @@ def window_config(batch: int, shape: WindowShape) -> WindowConfig:
     num_tiles = next(n for least, n in TILES if total >= least and tiles % n == 0)
     # KDA's registers leave no room for trading places.
     settle = 0 if shape.kda else 8 if batch >= 128 else 2
-    return WindowConfig("gluon", 64, 4, num_tiles, 1, registers, settle, batch <= 32)
+    if capped and shape.state_bytes == 2 and not shape.kda:
+        registers = 128
+    return WindowConfig("gluon", 64, 4, num_tiles, 1, registers, settle, dependent=True, early=16)
 
 
 def window_route(
@@ -112,18 +114,25 @@ def delta_window(
     max_window_len: int,
     parents: torch.Tensor | None = None,
     config: WindowConfig | None = None,
+    replay: str = "serial",
 ) -> None:
-    """As `replayssm.ops.delta.reference.delta_step`; `config` overrides `window_config`."""
+    """As `replayssm.ops.delta.reference.delta_step`; `config` overrides `window_config`.
+
+    replay: a flush's form, "serial" (token by token) or "chunk" (products that are accurate to fp32); the portable
+    kernel knows the first only.
+    """
     if query_start_loc is None:
         raise fail("query_start_loc", None, "[batch + 1] int32 with windows")
     batch = slot_indices.shape[0]
     if batch == 0:
         return
     kda = g.dim() == 3
-    shape = _shape(state, ring_k.shape[1], q.dtype, kda, buffer_len, max_window_len)
+    shape = _shape(state, (ring_v, ring_u, v), ring_k.shape[1], q.dtype, kda, buffer_len, max_window_len)
     config = config or window_config(batch, shape)
     make = _gluon if config.backend == "gluon" else _portable
     kernel, grid, options = make(state, batch, max_window_len, config)
+    if config.backend == "gluon":
+        options["CHUNK"] = chunks(replay)
     chunk = 16 // state.element_size() if config.backend == "gluon" else 1
     kernel[grid](
         *(q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias),
@@ -145,12 +154,33 @@ def delta_window(
     )
 
 
+def chunks(replay: str) -> bool:
+    """Whether a flush takes the chunk form."""
+    if replay not in ("serial", "chunk"):
+        raise fail("replay", replay, "'serial' or 'chunk'")
+    return replay == "chunk"
+
+
 def _shape(
-    state: torch.Tensor, num_k_heads: int, activation: torch.dtype, kda: bool, buffer_len: int, max_window_len: int
+    state: torch.Tensor,
+    values: tuple[torch.Tensor, ...],
+    num_k_heads: int,
+    activation: torch.dtype,
+    kda: bool,
+    buffer_len: int,
+    max_window_len: int,
 ) -> WindowShape:
+    """values: what is copied to shared memory 16 bytes at a time, [.., heads, ..]."""
     heads, v_dim, k_dim = state.shape[1:]
     rows, arch = window_rows(buffer_len, max_window_len), window_arch(state, activation)
+    if not all(_copies_wide(tensor) for tensor in values):
+        arch = ""
     return WindowShape(num_k_heads, heads, k_dim, v_dim, kda, state.element_size(), max_window_len, rows, arch)
+
+
+def _copies_wide(tensor: torch.Tensor) -> bool:
+    """Whether the compiler can prove that rows of values start at 16 bytes: it learns whether 16 divides a stride."""
+    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:2])
 
 
 def _portable(

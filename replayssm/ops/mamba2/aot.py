@@ -40,6 +40,10 @@ def aot_cases() -> Iterator[AotCase]:
                 shape = Shape(*dims, size, True, arch)
                 for config in dict.fromkeys(configs.step_config(batch, shape) for batch in batches):
                     yield _gluon_case(f"{label}-{state}", dims, state, arch, config)
+                if size == 2:
+                    batches = [min(largest, 256) for largest, _ in configs.STEP_CHUNK[1:]]
+                    for config in dict.fromkeys(configs.step_config(batch, shape, True) for batch in batches):
+                        yield _gluon_case(f"{label}-{state}", dims, state, arch, config)
 
 
 def _portable_cases(label: str, dims: tuple[int, int, int, int], state: str) -> Iterator[AotCase]:
@@ -69,6 +73,6 @@ def _gluon_case(label: str, dims: tuple[int, int, int, int], state: str, arch: s
     else:
         kernel = gluon_tiles.mamba2_tiles_kernel
         constexprs |= {"TURNS": config.turns, "STAGES": config.stages}
-        constexprs |= {"RING_FIRST": config.ring_first, "FLUSHERS": config.flushers}
+        constexprs |= {"RING_FIRST": config.ring_first, "FLUSHERS": config.flushers, "CHUNKED": config.chunked}
     name = f"step-{label}-{configs.describe(config)}"
     return AotCase(name, kernel, state, constexprs, options, (arch,), _argument, gluon=True)

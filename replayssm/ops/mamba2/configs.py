@@ -6,6 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
+
+from replayssm.checks import check_choice
+
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -19,6 +23,7 @@ class LaunchConfig:
     first tile) is requested after the ring's rows, which then do not queue behind it. hint: before the previous kernel
     is done, ask the memory for the state (1), and for the ring's rows (2); not with settle. flushers ("tiles" only): so
     many flushing rows have programs of their own, a tile each (in batches of at most 64 rows, without settle and hint).
+    chunked ("tiles" only): a flush takes its rows together on the tensor cores (16-bit checkpoints).
     """
 
     kernel: str
@@ -34,6 +39,7 @@ class LaunchConfig:
     ring_first: bool = False
     hint: int = 0
     flushers: int = 0
+    chunked: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,14 @@ STEP = {
         (1 << 30, (_tiles(4, 128, stages=2, appenders=4, settle=4),)),
     ),
 }
+# The same where a flush takes its rows together (16-bit checkpoints); smaller batches replay serially.
+STEP_CHUNK = (
+    (4, ()),
+    (24, (_tiles(4, 128, turns=2, stages=2, appenders=4, hint=1), _tiles(2, 168, stages=2, appenders=4))),
+    (48, (_tiles(2, 128, turns=4, stages=2, appenders=4), _tiles(2, 168, stages=2, appenders=4, flushers=2))),
+    (96, (_tiles(2, 168, stages=2, appenders=4, settle=2),)),
+    (1 << 30, (_tiles(4, 96, stages=2, appenders=4, settle=4),)),
+)
 STEPWISE = {
     4: ((2, LaunchConfig("triton", 4, 1, pdl=True)), (32, LaunchConfig("triton", 8, 1, pdl=True))),
     2: ((1, LaunchConfig("triton", 16, 8, pdl=True)), (16, LaunchConfig("triton", 16, 4, pdl=True))),
@@ -104,6 +118,7 @@ def fits(config: LaunchConfig, shape: Shape) -> bool:
         and (shape.num_heads // shape.n_groups) % config.heads == 0
         and shape.head_dim % rows == 0
         and config.block_v >= 4 * config.num_warps // config.heads
+        and (config.block_v >= 16 or not config.chunked)
         and (shape.tma or config.kernel != "tiles")
         and (config.appenders == 0 or shape.num_heads % config.appenders == 0)
         and (config.kernel != "tiles" or rows_fit(rows if config.turns else shape.head_dim))
@@ -111,10 +126,13 @@ def fits(config: LaunchConfig, shape: Shape) -> bool:
 
 
 @cache
-def step_config(batch: int, shape: Shape) -> LaunchConfig:
-    """The step kernel's configuration."""
+def step_config(batch: int, shape: Shape, chunk: bool = False) -> LaunchConfig:
+    """The step kernel's configuration; chunk: a flush takes its rows together."""
     if shape.arch in FAST_ARCHS:
         choices = next(choices for largest, choices in STEP[shape.state_bytes] if batch <= largest)
+        if chunk:
+            together = next(choices for largest, choices in STEP_CHUNK if batch <= largest)
+            choices = (*(replace(config, chunked=True) for config in together), *choices)
         for config in (*choices, _tile(1, 16, 4), _tile(1, 16, 2)):
             config = replace(config, block_v=max(config.block_v * 128 // shape.d_state, 4))
             if fits(config, shape):
@@ -146,9 +164,9 @@ def stepwise_wins(batch: int, shape: Shape) -> bool:
     return batch <= STEPWISE_WINS[shape.state_bytes]
 
 
-def route(batch: int, shape: Shape) -> str:
+def route(batch: int, shape: Shape, chunk: bool = False) -> str:
     """One line that names what a step runs."""
-    return describe(step_config(batch, shape))
+    return describe(step_config(batch, shape, chunk))
 
 
 @cache
@@ -167,4 +185,12 @@ def describe(config: LaunchConfig) -> str:
         parts.append("appends last")
     if config.settle:
         parts.append("late flushes first")
+    if config.chunked:
+        parts.append("flushes in chunks")
     return ", ".join(parts)
+
+
+def takes_chunks(replay: str, state: torch.dtype, activation: torch.dtype, rows: int) -> bool:
+    """Whether a flush of up to `rows` rows takes them together: as `replay` allows, beside a 16-bit checkpoint."""
+    check_choice("replay", replay, ("serial", "chunk"))
+    return replay == "chunk" and state.itemsize == 2 and activation.itemsize == 2 and rows <= 32

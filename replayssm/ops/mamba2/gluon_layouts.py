@@ -69,3 +69,29 @@ def ring_B_layout(d_state: int, num_warps: int) -> gl.BlockedLayout:
     """[rows, K]: whole rows read by neighbouring lanes, 8 elements each."""
     lanes = min(d_state // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+
+
+@constexpr_function
+def tile_mma_layout(heads: int, num_warps: int) -> gl.NVMMADistributedLayout:
+    """Accumulators [heads, V, columns]: 16 V-rows of a head a warp."""
+    return gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[heads, num_warps // heads, 1], instr_shape=[1, 16, 8]
+    )
+
+
+@constexpr_function
+def tile_shared(element_bits: int) -> gl.SwizzledSharedLayout:
+    """A tile in shared memory: two V-rows that a quarter warp reads at once, 64 bytes each, lie in different banks."""
+    return gl.SwizzledSharedLayout(512 // element_bits, 1, 2, order=[2, 1, 0])
+
+
+@constexpr_function
+def heads_by_row_layout(num_warps: int) -> gl.BlockedLayout:
+    """[heads, ring rows]: an element a thread."""
+    return gl.BlockedLayout([1, 1], [2, 16], [num_warps, 1], [1, 0])
+
+
+@constexpr_function
+def rows_replayed(ring_len: int) -> int:
+    """Rows that a flush lays out at once: all that a ring may hold beside a new token, 16 at least."""
+    return max(16, 1 << (ring_len - 2).bit_length())

@@ -6,6 +6,7 @@ the flushing ones do. Flushes come first, since they take longest.
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -22,6 +23,14 @@ def opaque(x):
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def lowest_bit(x):
+    """The number of x's lowest bit that is set."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 r; brev.b32 r, $1; clz.b32 $0, r; }", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
 @gluon.jit(do_not_specialize=["batch", "num_flushers", "num_readers", "num_slots", "buffer_len", "pad_slot_id"])
 def mamba2_read_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr,
@@ -32,8 +41,8 @@ def mamba2_read_kernel(
     state_scales_slot, codes_slot, scales_slot, global_slot,
     batch, num_flushers, num_readers,
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
-    TILES: gl.constexpr, GROUP: gl.constexpr, FLUSH_ROWS: gl.constexpr, APPENDERS: gl.constexpr,
-    ROWS: gl.constexpr, READ: gl.constexpr, CHECKPOINT: gl.constexpr,
+    TILES: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr, FLUSH_ROWS: gl.constexpr, APPENDERS: gl.constexpr,
+    ROWS: gl.constexpr, READ: gl.constexpr, CHECKPOINT: gl.constexpr, REPLAY: gl.constexpr,
     HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr,
 ):  # fmt: skip
     """The first programs flush, each a head of FLUSH_ROWS rows; the next read; the last append, APPENDERS a row."""
@@ -41,22 +50,24 @@ def mamba2_read_kernel(
     gdc_launch_dependents()
     item = gl.program_id(0)
     if item < num_flushers:
-        h = item % H
-        first = item // H * FLUSH_ROWS
         todo = rows_to_flush(
-            first, batch, slot_indices_ptr, cursors_ptr, num_slots, buffer_len, pad_slot_id, FLUSH_ROWS
+            item // H * FLUSH_ROWS, batch, slot_indices_ptr, cursors_ptr, num_slots, buffer_len, pad_slot_id, FLUSH_ROWS
         )
-        for i in range(FLUSH_ROWS):
-            if (todo >> i) & 1 == 1:
-                flush_head(
-                    (first + i).to(gl.int64), opaque(h).to(gl.int64), x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr,
-                    z_ptr, dt_bias_ptr, state_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr, cursors_ptr,
-                    slot_indices_ptr, out_ptr, state_scales_ptr, codes_ptr, scales_ptr, global_ptr,
-                    x_token, x_head, dt_token, B_token, B_group, C_token, C_group, z_token, z_head, out_token,
-                    out_head, state_slot, state_head, ring_x_slot, ring_x_head, ring_B_slot, ring_B_group,
-                    ring_dt_slot, ring_dt_head, state_scales_slot, codes_slot, scales_slot, global_slot,
-                    H, G, P, N, R, ROWS, READ, CHECKPOINT, HAS_D, HAS_Z, HAS_BIAS, SOFTPLUS,
-                )  # fmt: skip
+        # Nothing else may live through a flush or be computed before: it would be spilled, and small writes among
+        # large reads are dear.
+        while tl.condition(todo != 0, disable_licm=True):
+            at = opaque(gl.program_id(0))
+            row = at // H * FLUSH_ROWS + lowest_bit(todo)
+            todo = todo & (todo - 1)
+            flush_head(
+                row.to(gl.int64), (at % H).to(gl.int64), x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr,
+                z_ptr, dt_bias_ptr, state_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr, cursors_ptr,
+                slot_indices_ptr, out_ptr, state_scales_ptr, codes_ptr, scales_ptr, global_ptr,
+                x_token, x_head, dt_token, B_token, B_group, C_token, C_group, z_token, z_head, out_token,
+                out_head, state_slot, state_head, ring_x_slot, ring_x_head, ring_B_slot, ring_B_group,
+                ring_dt_slot, ring_dt_head, state_scales_slot, codes_slot, scales_slot, global_slot,
+                H, G, P, N, R, ROWS, READ, CHECKPOINT, REPLAY, HAS_D, HAS_Z, HAS_BIAS, SOFTPLUS, True,
+            )  # fmt: skip
         return
     item -= num_flushers
     if item >= num_readers:
@@ -74,6 +85,6 @@ def mamba2_read_kernel(
         num_slots, buffer_len, pad_slot_id,
         x_token, x_head, dt_token, B_token, B_group, C_token, C_group, z_token, z_head, out_token, out_head,
         ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head, codes_slot, scales_slot,
-        global_slot, H, G, P, N, R, TILES, GROUP, ROWS, "fp8" if READ == "none" else READ,
+        global_slot, H, G, P, N, R, TILES, GROUP, DEPTH, ROWS, "fp8" if READ == "none" else READ,
         HAS_D, HAS_Z, HAS_BIAS, SOFTPLUS,
     )  # fmt: skip

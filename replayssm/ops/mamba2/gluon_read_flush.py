@@ -5,7 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.gluon_formats import encode_fp8, encode_int8, encode_nvfp4_numbers, from_e4m3
+from replayssm.ops.gluon_encode import encode_rows
+from replayssm.ops.gluon_formats import encode_int8, encode_nvfp4_numbers, from_e4m3
 from replayssm.ops.gluon_window_parts import wrap
 from replayssm.ops.mamba2.gluon_names import view
 
@@ -25,9 +26,21 @@ def vectors_layout(width, element_bits, warps):
 
 
 @gluon.constexpr_function
-def blocks_layout(warps):
-    """[K / 32 of every V-row, 32]: 16 neighbours along K a thread, so that a block of nvfp4 is one thread's."""
-    return gl.BlockedLayout([1, 16], [16, 2], [warps, 1], [1, 0])
+def line_of(element_bits):
+    """Elements of a line of shared memory in which bands are kept."""
+    return 1024 // max(element_bits, 16)
+
+
+@gluon.constexpr_function
+def blocks_layout(line, warps):
+    """[lines, line]: 16 neighbours along K a thread, so that a block of nvfp4 is one thread's."""
+    return gl.BlockedLayout([1, 16], [512 // line, line // 16], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def kept_shared(element_bits):
+    """Shared memory of kept bands [lines, line]: blocks and vectors without bank conflicts."""
+    return gl.SwizzledSharedLayout(128 // element_bits, 1, 8, [1, 0])
 
 
 @gluon.jit
@@ -41,15 +54,23 @@ def put(ptr, tile):
 
 @gluon.jit
 def keep_band(kept, S):
-    """Put a band into shared memory, from where `kept_band` reads it in another layout."""
-    gl.static_assert(S.shape[1] % 32 == 0)
-    kept.store(gl.reshape(S, [S.shape[0] * S.shape[1] // 32, 32]))
+    """Put a band into shared memory [lines, line], from where `kept_band` reads it in another layout."""
+    gl.static_assert(S.shape[1] % kept.shape[1] == 0)
+    kept.store(gl.reshape(S, kept.shape))
+
+
+@gluon.jit
+def keep_part(kept, S, number: gl.constexpr):
+    """`keep_band` of a band that may be lower than those of `kept` [bands, lines, line]."""
+    LINES: gl.constexpr = S.shape[0] * S.shape[1] // kept.shape[2]
+    EACH: gl.constexpr = kept.shape[1] // LINES
+    keep_band(kept.index(number // EACH).slice(number % EACH * LINES, LINES), S)
 
 
 @gluon.jit
 def kept_band(kept, HEIGHT: gl.constexpr, N: gl.constexpr):
     """A band from shared memory, blocks of 16 in a thread."""
-    return gl.reshape(kept.load(blocks_layout(gl.num_warps())), [HEIGHT, N])
+    return gl.reshape(kept.load(blocks_layout(kept.shape[1], gl.num_warps())), [HEIGHT, N])
 
 
 @gluon.jit
@@ -94,9 +115,8 @@ def replay_rows(bands, staged_B, staged_x, staged_a, count):
 
 
 @gluon.jit
-def load_bands(state_ptr, COUNT: gl.constexpr, N: gl.constexpr, L: gl.constexpr):
+def load_bands(state_ptr, COUNT: gl.constexpr, HEIGHT: gl.constexpr, N: gl.constexpr, L: gl.constexpr):
     """A head's checkpoint as a tuple of bands of V-rows, fp8 as bytes."""
-    HEIGHT: gl.constexpr = 4 * gl.num_warps()
     v = gl.expand_dims(gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, L)) * N, 1)
     k = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, L)), 0)
     bands = ()
@@ -116,22 +136,13 @@ def widen(band, state_scales_ptr, first_v, CHECKPOINT: gl.constexpr):
 
 
 @gluon.jit
-def write_fp8(S, codes_ptr, scales_ptr, first_v, N: gl.constexpr):
-    """Round a band to fp8 and write; returns what a read gives."""
-    codes, scales, values = encode_fp8(S, True)
-    put(codes_ptr + first_v * N, codes)
-    gl.store(scales_ptr + first_v + gl.arange(0, S.shape[0], layout=scales.type.layout), scales)
-    return values
-
-
-@gluon.jit
 def write_plain(S, state_ptr, first_v, N: gl.constexpr):
-    """Round a band to the checkpoint's dtype and write; returns what the memory now holds, in fp32."""
+    """Round a band to the checkpoint's dtype and write; returns what the memory now holds."""
     L: gl.constexpr = S.type.layout
     stored = S.to(state_ptr.dtype.element_ty)
     v = gl.expand_dims((first_v + gl.arange(0, S.shape[0], layout=gl.SliceLayout(1, L))) * N, 1)
     gl.store(state_ptr + v + gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, L)), 0), stored)
-    return stored.to(gl.float32)
+    return stored
 
 
 @gluon.jit
@@ -142,31 +153,37 @@ def write_nvfp4(S, C, codes_ptr, scales_ptr, first_v, scale, inverse, N: gl.cons
     put(scales_ptr + first_v * (N // 16), scales)
     C = gl.convert_layout(gl.reshape(C, [N // 16, 16]), gl.SliceLayout(0, numbers.type.layout), assert_trivial=True)
     y = gl.sum(gl.sum(numbers * gl.expand_dims(C, 0), 2) * read, 1)
-    return gl.convert_layout(y, gl.SliceLayout(1, S.type.layout), assert_trivial=True), doubtful.to(gl.int32)
+    y = gl.convert_layout(y, gl.SliceLayout(1, S.type.layout), assert_trivial=True)
+    return y, gl.max(doubtful.to(gl.int32), 1)
 
 
 @gluon.jit
-def write_rounded(S, codes_ptr, scales_ptr, first_v, N: gl.constexpr, READ: gl.constexpr):
-    """Round a band to a format without a head's scale and write; returns what a read gives."""
+def write_rounded(S, C, codes_ptr, scales_ptr, first_v, N: gl.constexpr, READ: gl.constexpr, EXACT: gl.constexpr):
+    """`write_nvfp4` for formats without a head's scale."""
+    L: gl.constexpr = S.type.layout
+    doubtful = gl.zeros([S.shape[0]], gl.int32, layout=gl.SliceLayout(1, L))
+    factor = gl.full([S.shape[0]], 1.0, gl.float32, layout=gl.SliceLayout(1, L))
     if READ == "int8":
         codes, scales, values = encode_int8(S, True)
         put(codes_ptr + first_v * N, codes)
         put(scales_ptr + first_v * (N // 32), scales)
     elif READ == "fp8":
-        values = write_fp8(S, codes_ptr, scales_ptr, first_v, N)
+        codes, factor, values, doubts = encode_rows(S, EXACT)
+        put(codes_ptr + first_v * N, codes)
+        gl.store(scales_ptr + first_v + gl.arange(0, S.shape[0], layout=factor.type.layout), factor)
+        doubtful = doubts.to(gl.int32)
     elif READ == "bf16":
         codes = S.to(gl.bfloat16)
         put(codes_ptr + first_v * N, codes)
         values = codes.to(gl.float32)
     else:
         values = S
-    return values
+    y = gl.sum(gl.convert_layout(values, L, assert_trivial=True) * gl.expand_dims(C, 0), 1)
+    return y * factor, doubtful
 
 
 @gluon.jit
-def rows_to_flush(
-    first, batch, slot_indices_ptr, cursors_ptr, num_slots, buffer_len, pad_slot_id, COUNT: gl.constexpr
-):
+def rows_to_flush(first, batch, slot_indices_ptr, cursors_ptr, num_slots, buffer_len, pad_slot_id, COUNT: gl.constexpr):
     """Bit i: row first + i of the batch flushes in this step."""
     i = gl.arange(0, COUNT, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     slot = gl.load(slot_indices_ptr + first + i, mask=first + i < batch, other=-1)

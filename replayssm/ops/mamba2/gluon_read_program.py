@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from replayssm.ops.gluon_formats import E2M1_UNIT
 from replayssm.ops.mamba2.gluon_names import view
@@ -20,6 +21,7 @@ from replayssm.ops.mamba2.gluon_read_rows import (
     weigh_rows,
     weights_layout,
 )
+from replayssm.ops.mamba2.gluon_read_stages import fetch_stage, staged_sums
 from replayssm.ops.mamba2.gluon_read_state import (
     block_of,
     load_columns,
@@ -39,7 +41,7 @@ def read_program(
     ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head,
     codes_slot, scales_slot, global_slot,
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr,
-    GROUP: gl.constexpr, ROWS: gl.constexpr, READ: gl.constexpr,
+    GROUP: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, READ: gl.constexpr,
     HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr,
 ):  # fmt: skip
     """Outputs of TILES tiles of state rows of one batch row and group, unless the row flushes."""
@@ -56,6 +58,7 @@ def read_program(
     L2: gl.constexpr = threads_layout(WIDTH, WARPS)
     LT: gl.constexpr = gl.SliceLayout(1, L2)
     LH: gl.constexpr = gl.SliceLayout(0, weights_layout(ROWS, WARPS))
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     chunk = item % CHUNKS
     g = (item // CHUNKS % G).to(gl.int64)
@@ -79,26 +82,37 @@ def read_program(
     start = gl.load(cursors_ptr + base * 4)
     live = gl.load(cursors_ptr + base * 4 + 1)
     limit = gl.load(cursors_ptr + base * 4 + 2)
+    if (DEPTH > 0) & ((live > 0) & (live + 1 > gl.minimum(limit, buffer_len))):
+        return
     # All that does not depend on others is asked for before anything is waited for.
     C_ptr += row * C_token + g * C_group
     first_row = g * (H // G) * P + chunk * SPAN
     codes_ptr += base * codes_slot + first_row * row_bytes(READ, N)
     scales_ptr += base * scales_slot + first_row * (N // block_of(READ) if block_of(READ) > 0 else 1)
+    if DEPTH > 0:
+        ROW: gl.constexpr = row_bytes(READ, N)
+        BLOCKS: gl.constexpr = N // block_of(READ) if block_of(READ) > 0 else 1
+        PLACES: gl.constexpr = DEPTH * GROUP
+        codes_at = gl.allocate_shared_memory(
+            codes_ptr.dtype.element_ty, [PLACES, TILE, ROW], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        )
+        scales_at = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [PLACES, TILE, BLOCKS], PLAIN)
+        for i in gl.static_range(DEPTH):
+            fetch_stage(codes_at, scales_at, codes_ptr, scales_ptr, i * GROUP, i * GROUP, GROUP, READ)
+            async_copy.commit_group()
     C = gl.load(C_ptr + gl.arange(0, N, layout=gl.SliceLayout(0, ring_B_layout(N, WARPS))))
-    columns = load_columns(C_ptr, READ, N, PART)
+    columns = load_columns(C_ptr, READ, N, PART, DEPTH > 0)
     heads = first_h + gl.minimum(gl.arange(0, HEADS, layout=LH), NUM_HEADS - 1)
     A = gl.load(A_ptr + heads)
     D = gl.load(D_ptr + heads).to(gl.float32) if HAS_D else A * 0.0
     dt = load_timestep(dt_ptr + row * dt_token, dt_bias_ptr, heads, HAS_BIAS, SOFTPLUS)
     scale = gl.load(global_ptr + base * global_slot + heads) * E2M1_UNIT if READ == "nvfp4" else 1.0
-    if (live > 0) & (live + 1 > gl.minimum(limit, buffer_len)):
+    if (DEPTH == 0) & ((live > 0) & (live + 1 > gl.minimum(limit, buffer_len))):
         return
     B = load_rows_B(
         B_ptr + row * B_token + g * B_group, ring_B_ptr + base * ring_B_slot + g * ring_B_group, start, live, ROWS, N, R
     )
-    own_dt, younger_dt = load_rows_dt(
-        ring_dt_ptr + base * ring_dt_slot + heads * ring_dt_head, start, live, ROWS, R
-    )
+    own_dt, younger_dt = load_rows_dt(ring_dt_ptr + base * ring_dt_slot + heads * ring_dt_head, start, live, ROWS, R)
     x_ptrs = x_ptr + row * x_token + h * x_head + v
     ring_x_ptrs = ring_x_ptr + base * ring_x_slot + h * ring_x_head + v
     x = load_rows_x(x_ptrs, ring_x_ptrs, start, live, 0, 8, P, R, WIDTH)
@@ -116,9 +130,12 @@ def read_program(
             x = load_rows_x(x_ptrs, ring_x_ptrs, start, live, i * 8, 8, P, R, WIDTH)
             y += gl.convert_layout(ring_sums(x, weights[i]), L2, assert_trivial=True)
     decay = gl.expand_dims(gl.gather(decay * unit * scale, own_head, 0), 1)
-    sums = gl.allocate_shared_memory(gl.float32, [STACKED, TILE], PLAIN)
-    sums.store(state_sums(codes_ptr, scales_ptr, lows, highs, TILES, GROUP, READ, N, PART))
-    scaled = view(sums.slice(0, 2 * WIDTH), [32 * WARPS, WIDTH], PLAIN).load(L2) * decay
+    sums = gl.allocate_shared_memory(gl.float32, [STACKED, TILE], LINE if DEPTH > 0 else PLAIN)
+    if DEPTH > 0:
+        staged_sums(sums, codes_at, scales_at, codes_ptr, scales_ptr, lows, highs, TILES, GROUP, DEPTH, READ, N, PART)
+    else:
+        sums.store(state_sums(codes_ptr, scales_ptr, lows, highs, TILES, GROUP, READ, N, PART))
+    scaled = view(sums, [STACKED * TILE // WIDTH, WIDTH], PLAIN).slice(0, 32 * WARPS).load(L2) * decay
     if READ == "fp8":
         scaled *= gl.load(gl.expand_dims(scales_ptr + own_row, 1) + e)
     y += scaled

@@ -3,7 +3,6 @@
 State rows are the V-rows of a group's heads, one after the other; a tile is 16 of them a warp.
 """
 
-
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -49,9 +48,9 @@ def power_of_two(C):
 
 
 @gluon.jit
-def load_columns(C_ptr, READ: gl.constexpr, N: gl.constexpr, PART: gl.constexpr):
+def load_columns(C_ptr, READ: gl.constexpr, N: gl.constexpr, PART: gl.constexpr, STAGED: gl.constexpr = False):
     """C for `stage_columns`, a tensor for each PART elements of K: in column n scale block n alone, zeros elsewhere."""
-    BLOCK: gl.constexpr = block_of(READ) if block_of(READ) > 0 else PART
+    BLOCK: gl.constexpr = PART // 8 if STAGED else block_of(READ) if block_of(READ) > 0 else PART
     LB: gl.constexpr = columns_layout(PART, gl.num_warps())
     n = gl.expand_dims(gl.arange(0, 8, layout=gl.SliceLayout(1, LB)), 1)
     k = gl.expand_dims(gl.arange(0, PART, layout=gl.SliceLayout(0, LB)), 0)

@@ -9,19 +9,24 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from replayssm.ops.gluon_chunk import num_parts
 from replayssm.ops.gluon_flushers import is_taken, share_of_work
 from replayssm.ops.mamba2.gluon_append import append_token
+from replayssm.ops.mamba2.gluon_chunk_replay import replay_chunk, stage_chunk
 from replayssm.ops.mamba2.gluon_early import give_hints
 from replayssm.ops.mamba2.gluon_flush import flush_tile, settle_row
 from replayssm.ops.mamba2.gluon_layouts import (
+    heads_by_row_layout,
     pieces,
     ring_B_layout,
     ring_x_layout,
+    rows_replayed,
     state_layout,
+    tile_mma_layout,
     weight_layout,
     wide_ring_x_layout,
 )
@@ -37,6 +42,7 @@ from replayssm.ops.mamba2.gluon_parts import (
     tile_ptrs,
     weigh,
 )
+from replayssm.ops.mamba2.gluon_replayed import load_replayed, load_replayed_x
 
 
 @gluon.jit(do_not_specialize=["num_items", "num_slots", "buffer_len", "pad_slot_id"])
@@ -50,7 +56,7 @@ def mamba2_tiles_kernel(
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
     BV: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
     APPENDERS: gl.constexpr, SETTLE: gl.constexpr, HINT: gl.constexpr,
-    RING_FIRST: gl.constexpr, FLUSHERS: gl.constexpr,
+    RING_FIRST: gl.constexpr, FLUSHERS: gl.constexpr, CHUNKED: gl.constexpr,
     HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -132,9 +138,15 @@ def mamba2_tiles_kernel(
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     C_row = gl.allocate_shared_memory(gl.float32, [N], LINE)
     kept = gl.allocate_shared_memory(gl.float32, [1 << (TURNS - 1).bit_length(), num_warps, BV], PLAIN)
-    staged_B = gl.allocate_shared_memory(gl.float32, [ROWS, N], LINE)
-    staged_x = gl.allocate_shared_memory(gl.float32, [ROWS, num_warps, BV], PLAIN)
-    staged_a = gl.allocate_shared_memory(gl.float32, [ROWS, num_warps], LINE)
+    FLUSHED: gl.constexpr = rows_replayed(R) if CHUNKED else ROWS
+    staged_x = gl.allocate_shared_memory(gl.float32, [FLUSHED, num_warps, BV], PLAIN)
+    if CHUNKED:
+        staged_B = gl.allocate_shared_memory(gl.bfloat16, [num_parts(x_ptr.dtype.element_ty), N, FLUSHED], PLAIN)
+        staged_dt = gl.allocate_shared_memory(gl.float32, [1, FLUSHED, num_warps], PLAIN)
+        staged_a = gl.allocate_shared_memory(gl.float32, [1, num_warps], LINE)
+    else:
+        staged_B = gl.allocate_shared_memory(gl.float32, [ROWS, N], LINE)
+        staged_a = gl.allocate_shared_memory(gl.float32, [ROWS, num_warps], LINE)
     base = slot.to(gl.int64)
     cursor = cursors_ptr + base * 4
     start = gl.load(cursor)
@@ -180,6 +192,18 @@ def mamba2_tiles_kernel(
     keep_ring_output(x0, weight, kept, 0, BV, LX0)
     if WIDTHS[1] > 0:
         keep_ring_output(x1, weight, kept, WIDTHS[0] // BV, BV, LX1)
+    if CHUNKED:
+        head = first_h.to(gl.int64)
+        heads_x = ring_x_ptr + base * ring_x_slot + head * ring_x_head
+        first_x = heads_x + (part * TURNS + begin) * BV
+        replayed = gl.where(flush, committed, 0)
+        x_next = load_replayed_x(first_x, ring_x_head, start, replayed, P, R, FLUSHED, num_warps, BV)
+        if flush:
+            LH: gl.constexpr = heads_by_row_layout(num_warps)
+            h_of = head + gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, LH)), 1)
+            dt_ptrs = ring_dt_ptr + base * ring_dt_slot + h_of * ring_dt_head
+            B_old, dt_old, dt_after = load_replayed(ring_B, dt_ptrs, True, start, committed, N, R, FLUSHED, LH)
+            stage_chunk(staged_B, staged_dt, staged_a, B_old, dt_old, dt_after, gl.load(A_ptr + h_of))
     for turn in range(begin, end):
         stage = (turn - begin) % STAGES
         first_v = (part * TURNS + turn) * BV
@@ -188,13 +212,26 @@ def mamba2_tiles_kernel(
         mbarrier.expect(arrived.index(stage), BYTES, pred=has_next)
         where = [slot, first_h, first_v + STAGES * BV, 0]
         z = gl.load(tile_ptrs(z_new, first_v, BV, L)) if HAS_Z else 0.0
-        S = view(tiles.index(stage), [num_warps, BV, N], CUBE).load(L)
+        cube = view(tiles.index(stage), [num_warps, BV, N], CUBE)
+        if CHUNKED:
+            x_now = x_next
+            if flush:
+                x_next = load_replayed_x(
+                    heads_x + (first_v + BV), ring_x_head, start, gl.where(turn + 1 < end, committed, 0),
+                    P, R, FLUSHED, num_warps, BV,
+                )  # fmt: skip
+                tile_ptr = state_ptr + base * state_slot + head * state_head + first_v * N
+                MMA: gl.constexpr = tile_mma_layout(num_warps, num_warps)
+                replay_chunk(cube, x_now, staged_x, staged_B, staged_dt, staged_a, 0, tile_ptr, state_head, MMA)
+                fence_async_shared()
+        S = cube.load(L)
         load_tile(state_desc, where, arrived.index(stage), tiles.index(stage), pred=has_next)
-        if flush:
-            S = flush_tile(
-                S, state_ptr + base * state_slot + h * state_head, staged_B, staged_x, staged_a,
-                start, committed, first_v, A, ring_x, ring_B, ring_dt, P, N, R, L, LX, LB,
-            )  # fmt: skip
+        if not CHUNKED:
+            if flush:
+                S = flush_tile(
+                    S, state_ptr + base * state_slot + h * state_head, staged_B, staged_x, staged_a,
+                    start, committed, first_v, A, ring_x, ring_B, ring_dt, P, N, R, L, LX, LB,
+                )  # fmt: skip
         C = C_row.load(gl.SliceLayout(0, gl.SliceLayout(0, L)))
         y = output(kept.index(turn).load(gl.SliceLayout(2, L)), S, C, decay, z, L, HAS_Z)
         gl.store(tile_ptrs(out_new, first_v, BV, L), y.to(out_ptr.dtype.element_ty))

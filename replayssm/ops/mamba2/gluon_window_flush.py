@@ -1,57 +1,61 @@
-"""A flush inside the Mamba-2 window kernel: ring rows staged once a program, replayed into every tile."""
+"""A serial flush inside the Mamba-2 window kernel: ring rows staged once a program, replayed into every tile."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.gluon_window_parts import wrap
 from replayssm.ops.mamba2.gluon_names import barrier, view
 
 
 @gluon.jit
-def load_flush_x(ring_x_ptr, start, count, P: gl.constexpr, R: gl.constexpr, BV: gl.constexpr, ROWS: gl.constexpr):
-    """x of the `count` oldest committed rows, for a tile's V-rows."""
-    L: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [gl.num_warps(), 1], [1, 0])
-    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-    v = gl.expand_dims(gl.arange(0, BV, layout=gl.SliceLayout(0, L)), 0)
-    x_ptrs = ring_x_ptr + (gl.expand_dims(wrap(start + r, R) * P, 1) + v)
-    return gl.load(x_ptrs, mask=gl.expand_dims(r < count, 1), other=0.0)
+def stage_rows(staged_B, staged_dt, staged_a, B, dt, A):
+    """Put B, dt and exp(dt A) of rows into shared memory, in float32.
+
+    Shapes: [rows, K], [blocks, rows, heads of a block], [blocks * rows, heads of a block]; B and dt are those of
+    `load_replayed`, A is [heads, 1].
+    """
+    BLOCKS: gl.constexpr = staged_dt.shape[0]
+    ROWS: gl.constexpr = staged_dt.shape[1]
+    HW: gl.constexpr = staged_dt.shape[2]
+    N: gl.constexpr = staged_B.shape[1]
+    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    dt_by_row = gl.permute(gl.reshape(dt, [BLOCKS, HW, ROWS]), [0, 2, 1])
+    a_by_row = gl.permute(gl.reshape(gl.exp(dt * A), [BLOCKS, HW, ROWS]), [0, 2, 1])
+    view(staged_dt, [BLOCKS, ROWS, HW], CUBE).store(dt_by_row)
+    view(staged_a, [BLOCKS, ROWS, HW], CUBE).store(a_by_row)
+    view(staged_B, [ROWS, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(B.to(gl.float32))
 
 
 @gluon.jit
-def stage_flush(
-    staged_B, staged_dt, staged_a, ring_B_ptr, ring_dt_ptrs, A, mask_h, start, count,
-    N: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr, LH: gl.constexpr,
-):  # fmt: skip
-    """Put B, dt and exp(dt A) of the committed rows into shared memory, for all tiles of a flushing program."""
-    WARPS: gl.constexpr = gl.num_warps()
-    LB: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    j = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LB))
-    k = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, LB)), 0)
-    B_ptrs = ring_B_ptr + (gl.expand_dims(wrap(start + j, R) * N, 1) + k)
-    B = gl.load(B_ptrs, mask=gl.expand_dims(j < count, 1), other=0.0)
-    r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, LH)), 0)
-    dt = gl.load(ring_dt_ptrs + wrap(start + r, R), mask=mask_h & (r < count), other=0.0)
-    view(staged_dt, [HEADS, ROWS], PLAIN).store(dt)
-    view(staged_a, [HEADS, ROWS], PLAIN).store(gl.exp(dt * A))
-    view(staged_B, [ROWS, N], PLAIN).store(B.to(gl.float32))
+def replay_tile(S, x, staged_x, staged_B, staged_dt, staged_a, block, count):
+    """Replay `count` staged rows into a tile of the checkpoint; the operations are those of `triton_math.update`.
 
-
-@gluon.jit
-def replay_tile(S, x, staged_x, staged_B, staged_dt, staged_a, h, count, ROWS: gl.constexpr, L: gl.constexpr):
-    """Replay the staged rows into a tile of the checkpoint; the operations are those of `triton_math.update`."""
-    LX: gl.constexpr = x.type.layout
-    dt = staged_dt.index(h).load(gl.SliceLayout(1, LX))
-    view(staged_x, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(gl.expand_dims(dt, 1) * x.to(gl.float32))
-    decays = view(staged_a, [staged_a.shape[0] * ROWS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    x: [rows, heads, V] of the rows. `staged_x` has its shape.
+    """
+    L: gl.constexpr = S.type.layout
+    ROWS: gl.constexpr = x.shape[0]
+    dt = staged_dt.index(block).load(gl.SliceLayout(2, x.type.layout))
+    all_x = view(staged_x, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    all_x.store(gl.expand_dims(dt, 2) * x.to(gl.float32))
     # Before the loop, else the compiler puts a barrier into every iteration.
     barrier()
     S = S.to(gl.float32)
     for j in range(count):
-        B_j = staged_B.index(j).load(gl.SliceLayout(0, L))
-        x_j = staged_x.index(j).load(gl.SliceLayout(1, L))
-        a_j = decays.index(h * ROWS + j).load(gl.SliceLayout(1, L))
-        S = gl.fma(S, gl.expand_dims(a_j, 1), gl.expand_dims(x_j, 1) * gl.expand_dims(B_j, 0))
+        B_j = staged_B.index(j).load(gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        x_j = staged_x.index(j).load(gl.SliceLayout(2, L))
+        a_j = staged_a.index(block * ROWS + j).load(gl.SliceLayout(1, gl.SliceLayout(2, L)))
+        added = gl.expand_dims(x_j, 2) * gl.expand_dims(gl.expand_dims(B_j, 0), 1)
+        S = gl.fma(S, gl.expand_dims(gl.expand_dims(a_j, 1), 2), added)
     return S
+
+
+@gluon.jit
+def store_tile(S, state_ptr, state_head):
+    """Write a tile [heads, V, K] of the checkpoint; the pointer is that of its first head and V-row."""
+    L: gl.constexpr = S.type.layout
+    h = gl.arange(0, S.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+    v = gl.arange(0, S.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+    k = gl.arange(0, S.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+    at = gl.expand_dims(gl.expand_dims(v, 0), 2) * S.shape[2] + gl.expand_dims(gl.expand_dims(k, 0), 1)
+    gl.store(state_ptr + (gl.expand_dims(gl.expand_dims(h, 1), 2) * state_head + at), S)

@@ -41,9 +41,13 @@ def mamba2_step(
     dt_softplus: bool,
     max_window_len: int,
     parents: torch.Tensor | None = None,
+    replay: str = "serial",
     config: LaunchConfig | None = None,
 ) -> None:
-    """See `replayssm.ops.mamba2.reference.mamba2_step`; `config` overrides the tables of one-token steps."""
+    """See `replayssm.ops.mamba2.reference.mamba2_step`; `config` overrides the tables of one-token steps.
+
+    replay: "chunk" lets a flush take its rows together where a kernel can.
+    """
     if query_start_loc is not None:
         mamba2_window(
             *(x, dt, A, B, C, D, z, dt_bias, state, ring_x, ring_B, ring_dt),
@@ -53,13 +57,15 @@ def mamba2_step(
             dt_softplus=dt_softplus,
             max_window_len=max_window_len,
             parents=parents,
+            replay=replay,
         )
         return
     check_one_token(None, max_window_len)
     batch = slot_indices.shape[0]
     if batch == 0:
         return
-    config = config or configs.step_config(batch, layer_shape(state, B.shape[1]))
+    chunk = configs.takes_chunks(replay, state.dtype, x.dtype, ring_B.shape[2] - 1)
+    config = config or configs.step_config(batch, layer_shape(state, B.shape[1]), chunk)
     kernel, grid, own, options = _step_kernel(config, batch, state, min(buffer_len, ring_B.shape[2]))
     flush_programs = grid // batch * config.turns * config.flushers
     kernel[(flush_programs + grid + batch * config.appenders,)](
@@ -146,9 +152,17 @@ def layer_shape(state: torch.Tensor, n_groups: int) -> Shape:
     return Shape(H, n_groups, P, N, state.element_size(), tma, device_arch(state.device))
 
 
-def route(state_dtype: torch.dtype, batch: int, spec: Mamba2Spec, device: torch.device, ring_len: int = 17) -> str:
-    """One line that names the kernel and the configuration of a step of a contiguous cache."""
-    return configs.route(batch, _contiguous_shape(state_dtype, spec, device))
+def route(
+    state_dtype: torch.dtype,
+    batch: int,
+    spec: Mamba2Spec,
+    device: torch.device,
+    ring_len: int = 17,
+    replay: str = "serial",
+) -> str:
+    """One line that names the kernel and the configuration of a step of a contiguous cache, of 16-bit inputs."""
+    chunk = configs.takes_chunks(replay, state_dtype, torch.bfloat16, ring_len - 1)
+    return configs.route(batch, _contiguous_shape(state_dtype, spec, device), chunk)
 
 
 def stepwise_wins(
@@ -210,5 +224,5 @@ def _step_kernel(
         return gluon_tile.mamba2_tile_kernel, programs, (), options
     descriptor = gluon_tiles.describe(state, config.heads, config.block_v)
     options |= {"TURNS": config.turns, "STAGES": config.stages}
-    options |= {"RING_FIRST": config.ring_first, "FLUSHERS": config.flushers}
+    options |= {"RING_FIRST": config.ring_first, "FLUSHERS": config.flushers, "CHUNKED": config.chunked}
     return gluon_tiles.mamba2_tiles_kernel, programs, (descriptor,), options

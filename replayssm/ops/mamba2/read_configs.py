@@ -12,14 +12,15 @@ class ReadConfig:
 
     kernel: "triton" (portable, a head a program) or "gluon". For Gluon: a flushing program replays one head of each row
     that flushes among `flush_rows` batch rows; after those, a reading program covers `tiles` tiles of 16 `num_warps`
-    state rows of one batch row and group, `group` of them in flight; at the end `appenders` programs a row write the
-    new tokens.
+    state rows of one batch row and group, `group` of them in flight, or if `depth` is not 0 that many stages of `group`
+    tiles, in shared memory; at the end `appenders` programs a row write the new tokens.
     """
 
     kernel: str
     num_warps: int
     tiles: int = 1
     group: int = 1
+    depth: int = 0
     flush_rows: int = 1
     appenders: int = 1
     max_registers: int | None = None
@@ -61,19 +62,20 @@ def fits(config: ReadConfig, shape: ReadShape) -> bool:
     )
 
 
-# Up to a batch, (warps, tiles, tiles in flight) to try in order; the first that fits the layer is used. Measured on one
-# H200. Codes of 4 bits have more tiles in flight in the same registers.
-SMALL = ((4, 2, 2), (4, 3, 1), (4, 1, 1))
-LARGE = ((4, 16, 2), (4, 15, 3), (4, 8, 2), (4, 5, 1), (4, 4, 2), *SMALL)
+# Up to a batch, (warps, tiles, tiles in flight or a stage, stages) to try in order; the first that fits the layer is
+# used. Measured on one H200. Four programs a multiprocessor have stages of nvfp4 in shared memory.
+SMALL = ((4, 2, 2, 0), (4, 3, 1, 0), (4, 1, 1, 0))
+MIDDLE = ((4, 4, 2, 0), *SMALL)
+LARGE = ((4, 16, 2, 0), (4, 15, 3, 0), (4, 8, 2, 0), (4, 5, 1, 0), *MIDDLE)
 STEP = {
     "nvfp4": (
-        (16, ((8, 2, 2), *SMALL)),
-        (48, ((4, 4, 2), *SMALL)),
-        (1 << 30, ((4, 16, 4), (4, 15, 3), (4, 8, 4), *LARGE)),
+        (16, ((8, 2, 2, 0), *SMALL)),
+        (48, MIDDLE),
+        (1 << 30, ((4, 16, 2, 3), (4, 15, 3, 2), (4, 8, 4, 0), *LARGE)),
     ),
-    "": ((16, SMALL), (48, ((4, 4, 2), *SMALL)), (1 << 30, LARGE)),
+    "": ((16, SMALL), (48, MIDDLE), (1 << 30, LARGE)),
 }
-WIDE = ((16, 8, 1), (16, 4, 1), (16, 2, 1), (16, 1, 1), (8, 1, 1), (4, 1, 1))  # d_state 256
+WIDE = ((16, 8, 1, 0), (16, 4, 1, 0), (16, 2, 1, 0), (16, 1, 1, 0), (8, 1, 1, 0), (4, 1, 1, 0))  # d_state 256
 
 
 @cache
@@ -85,8 +87,8 @@ def read_config(batch: int, shape: ReadShape) -> ReadConfig:
         WIDE[0 if batch > 48 else 2 :] if wide else next(choices for largest, choices in table if batch <= largest)
     )
     flush_rows = 16 if batch > 48 else 4 if batch > 16 else 1
-    for warps, tiles, group in choices:
-        config = ReadConfig("gluon", warps, tiles, group, flush_rows, 4, None if wide else 128)
+    for warps, tiles, group, depth in choices:
+        config = ReadConfig("gluon", warps, tiles, group, depth, flush_rows, 4, None if wide else 128)
         if fits(config, shape):
             return config
     return portable_config(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from replayssm.checks import fail
 from replayssm.config import Mamba2Spec
 from replayssm.ops.device import device_arch, is_aligned
 from replayssm.ops.mamba2.read_configs import ReadConfig, ReadShape, read_config
+from replayssm.ops.mamba2.read_window_launch import ReadWindowConfig, fits, launch_window
 from replayssm.ops.window_config import window_rows
 
 READ_FORMATS = {torch.bfloat16: "bf16", torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "nvfp4"}
@@ -47,23 +49,33 @@ def mamba2_read_step(
     state_scales: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
     stream: int = 0,
+    replay: str = "serial",
     config: ReadConfig | None = None,
+    window_config: ReadWindowConfig | None = None,
 ) -> None:
-    """See `replayssm.ops.mamba2.reference.mamba2_step`; `config` overrides `read_configs`."""
+    """See `replayssm.ops.mamba2.reference.mamba2_step`; `config` and `window_config` (windows) override the tables."""
     if query_start_loc is None and max_window_len != 1:
         raise fail("max_window_len", max_window_len, "1 without query_start_loc")
     batch = slot_indices.shape[0]
     if batch == 0:
         return
-    special = query_start_loc is not None or seeds is not None
-    shape = layer_shape(state, B.shape[1], x.dtype, read_codes, special)
-    config = config or read_config(batch, shape)
     copy = (state, state_scales, None) if read_codes is None else (read_codes, read_scales, read_global)
     stored = tuple(as_bytes(state if t is None else t) for t in (state_scales, *copy))
+    shape = layer_shape(state, B.shape[1], x.dtype, read_codes, seeds is not None)
+    if query_start_loc is not None:
+        if config is None and fits(shape, window_rows(buffer_len, max_window_len), max_window_len):
+            return launch_window(
+                (x, dt, A, B, C, D, z, dt_bias), as_bytes(state), (ring_x, ring_B, ring_dt),
+                (cursors, slot_indices, query_start_loc, parents), out, stored, shape, window_config,
+                buffer_len=buffer_len, pad_slot_id=pad_slot_id, dt_softplus=dt_softplus, max_window_len=max_window_len,
+                replay=replay,
+            )  # fmt: skip
+        shape = replace(shape, fast=False)
+    config = config or read_config(batch, shape)
     portable = config.kernel != "gluon"
     rows = [query_start_loc, parents] if portable else []
     rounding = [cursors if seeds is None else seeds] if portable else []
-    rest = {
+    rest: dict[str, Any] = {
         "R": ring_B.shape[2],
         "ROWS": _rows(config, buffer_len, max_window_len, ring_B.shape[2]),
         "HAS_D": D is not None,
@@ -71,7 +83,9 @@ def mamba2_read_step(
         "HAS_BIAS": dt_bias is not None,
         "SOFTPLUS": dt_softplus,
     }
-    if portable:
+    if not portable:
+        rest["REPLAY"] = replay
+    else:
         rest |= {"WINDOWS": query_start_loc is not None, "TREE": parents is not None, "STOCHASTIC": seeds is not None}
     kernel, grid, counts, options = (_portable if portable else _gluon)(config, batch, shape)
     kernel[(grid,)](
@@ -113,7 +127,7 @@ def layer_shape(
 ) -> ReadShape:
     """What the configuration depends on: the Gluon kernel takes 16-bit activations and 16-byte accesses.
 
-    special: windows and stochastic rounding, which the portable kernel alone has.
+    special: stochastic rounding, which the portable kernel alone has.
     """
     heads, head_dim, d_state = state.shape[1:]
     read = "none" if codes is None else READ_FORMATS[codes.dtype]
@@ -160,8 +174,9 @@ def _gluon(config: ReadConfig, batch: int, shape: ReadShape) -> Launch:
 
     flushers = triton.cdiv(batch, config.flush_rows) * shape.num_heads
     readers = batch * shape.num_heads * shape.head_dim // (16 * config.num_warps * config.tiles)
-    options = {**_dims(shape), "TILES": config.tiles, "GROUP": config.group, "FLUSH_ROWS": config.flush_rows}
-    options |= {"APPENDERS": config.appenders, "num_warps": config.num_warps, "maxnreg": config.max_registers}
+    options = {**_dims(shape), "TILES": config.tiles, "GROUP": config.group, "DEPTH": config.depth}
+    options |= {"FLUSH_ROWS": config.flush_rows, "APPENDERS": config.appenders}
+    options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers}
     options["launch_pdl"] = True
     grid = flushers + readers + batch * config.appenders
     return mamba2_read_kernel, grid, (batch, flushers, readers), options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ import triton
 from replayssm.checks import fail
 from replayssm.config import Mamba2Spec
 from replayssm.ops.device import GLUON_ARCHS
+from replayssm.ops.mamba2.configs import takes_chunks
 from replayssm.ops.window_config import WindowConfig, fast_arch, window_arch, window_rows
 
 
@@ -29,55 +30,53 @@ class WindowShape:
     arch: str
 
 
-# (rows of a tile, from this many tiles in the batch on: tiles a program), measured on one H200.
-TILES = {
-    64: ((4096, 4), (1024, 2), (0, 1)),
-    32: ((8192, 8), (2048, 4), (1024, 2), (0, 1)),
-    16: ((65536, 10), (65536, 8), (2048, 5), (2048, 4), (1024, 2), (0, 1)),
-}
+# From this many tiles in the batch on: about so many tiles a program (chunk: of flushes on the tensor cores).
+TILES = ((4096, 4), (1024, 2), (0, 1))
+TILES_CHUNK = ((16384, 8), (4096, 4), (1024, 2), (0, 1))
 # Batches up to this many rows have programs for a quarter of them that only flush, those above settle.
 MOST_ROWS_WITH_FLUSHERS = 16
 
 
 @cache
-def window_config(batch: int, shape: WindowShape) -> WindowConfig:
-    """Configuration of the window kernel."""
+def window_config(batch: int, shape: WindowShape, chunk: bool = False) -> WindowConfig:
+    """Configuration of the window kernel; chunk: a flush takes its rows together."""
     if not _gluon_fits(shape):
         rows = max(4, 1024 // triton.next_power_of_2(shape.d_state))
         return WindowConfig("triton", min(rows, triton.next_power_of_2(shape.head_dim)), 4)
-    block_v = next(rows for rows in (64, 32, 16) if shape.head_dim % rows == 0 and rows * shape.d_state <= 8192)
-    tiles = shape.num_heads // shape.n_groups * shape.head_dim // block_v
-    total = batch * shape.n_groups * tiles
-    num_tiles = next(n for least, n in TILES[block_v] if total >= least and tiles % n == 0)
-    # A stage of 16 to 32 KB a program; the caps on registers were tuned where they are measured.
-    stages = min(2 if block_v < 64 else 1, num_tiles)
-    capped = shape.arch == "sm90" and shape.d_state <= 128 and shape.rows <= 16
-    registers = (128 if shape.window_len <= 8 and block_v == 64 else 168) if capped else None
-    tile = ("gluon", block_v, block_v // 16)
+    # Tiles of 8192 elements, of several heads where these are odd, then of half as many beside an fp32 checkpoint.
+    rows = min(64, 8192 // shape.d_state)
+    block_v = next(n for n in (64, 32, 16) if shape.head_dim % n == 0 and n <= rows)
+    narrow = block_v == 16 < rows and shape.state_bytes == 4 and batch > 2
+    heads = _divisor(shape.num_heads // shape.n_groups, (rows // 2 if narrow else rows) // block_v)
+    tiles = shape.num_heads // shape.n_groups // heads * (shape.head_dim // block_v)
+    total = batch * shape.n_groups * tiles * heads * block_v // 64
+    target = next(n for least, n in (TILES_CHUNK if chunk else TILES) if total >= least)
+    if narrow:
+        target = shape.head_dim // block_v
+    num_tiles = min((n for n in range(1, tiles + 1) if tiles % n == 0), key=lambda n: (abs(n - target), -n))
+    registers = None
+    if shape.arch == "sm90" and shape.d_state <= 128 and shape.rows <= 16:  # where the caps were measured
+        roomy = shape.window_len > 8 or (narrow and batch > 16) or (heads > 1 and shape.state_bytes == 2 and not chunk)
+        registers = 168 if roomy else 128
+    # Of the first tile of large batches, 16 rows where it is of several heads, else all.
+    early = 16 if batch < 128 or heads > 1 else None
+    tile = WindowConfig(
+        "gluon", block_v, heads * block_v // 16, num_tiles, max_registers=registers, dependent=True, early=early,
+        heads=heads, chunked=chunk,
+    )  # fmt: skip
+    # Programs that append have at most 8 heads each.
+    appenders = next(n for n in range(1, shape.num_heads + 1) if shape.num_heads % n == 0 and shape.num_heads // n <= 8)
     if batch <= 2:
-        # A program of one warp spills without any cap.
-        registers = registers or (240 if block_v == 16 else None)
-        return WindowConfig(*tile, max_registers=registers, dependent=True, hint=1, early=min(16, block_v // 2))
+        return replace(tile, num_tiles=1, hint=1, appenders=appenders)
     if batch <= MOST_ROWS_WITH_FLUSHERS:
-        early, flushers = min(16, block_v // 2), -(-batch // 4) if num_tiles > 1 else 0
-        return WindowConfig(*tile, num_tiles, stages, registers, dependent=True, early=early, flushers=flushers)
-    settle = 8 if batch >= 128 else (4 if block_v == 16 else 2)
-    return WindowConfig(*tile, num_tiles, stages, registers, settle, batch <= 32)
+        return replace(tile, flushers=0 if chunk or num_tiles == 1 else -(-batch // 4))
+    stages = min(2, num_tiles) if chunk else 1
+    return replace(tile, stages=stages, settle=8 if batch >= 128 else 2, appenders=appenders if narrow else 0)
 
 
-def window_route(
-    state_dtype: torch.dtype,
-    batch: int,
-    spec: Mamba2Spec,
-    device: torch.device,
-    buffer_len: int,
-    max_window_len: int,
-    activation: torch.dtype,
-) -> str:
-    """One line that names the kernel and the configuration of a window step of a contiguous cache."""
-    dims = (spec.num_heads, spec.n_groups, spec.head_dim, spec.d_state)
-    rows, arch = window_rows(buffer_len, max_window_len), fast_arch(device, activation)
-    return str(window_config(batch, WindowShape(*dims, state_dtype.itemsize, max_window_len, rows, arch)))
+def _divisor(number: int, most: int) -> int:
+    """The largest power of two up to `most` (at least 1) that divides a number."""
+    return next(n for n in (4, 2, 1) if n <= max(most, 1) and number % n == 0)
 
 
 def _gluon_fits(shape: WindowShape) -> bool:
@@ -89,6 +88,23 @@ def _gluon_fits(shape: WindowShape) -> bool:
         and shape.window_len <= 16
         and shape.rows <= 32
     )
+
+
+def window_route(
+    state_dtype: torch.dtype,
+    batch: int,
+    spec: Mamba2Spec,
+    device: torch.device,
+    buffer_len: int,
+    max_window_len: int,
+    activation: torch.dtype,
+    replay: str = "serial",
+) -> str:
+    """One line that names the kernel and the configuration of a window step of a contiguous cache."""
+    dims = (spec.num_heads, spec.n_groups, spec.head_dim, spec.d_state)
+    rows, arch = window_rows(buffer_len, max_window_len), fast_arch(device, activation)
+    shape = WindowShape(*dims, state_dtype.itemsize, max_window_len, rows, arch)
+    return str(window_config(batch, shape, takes_chunks(replay, state_dtype, activation, rows)))
 
 
 def mamba2_window(
@@ -114,29 +130,43 @@ def mamba2_window(
     dt_softplus: bool,
     max_window_len: int,
     parents: torch.Tensor | None = None,
+    replay: str = "serial",
     config: WindowConfig | None = None,
 ) -> None:
-    """As `replayssm.ops.mamba2.reference.mamba2_step`; `config` overrides `window_config`."""
+    """As `replayssm.ops.mamba2.reference.mamba2_step`; `config` overrides `window_config`.
+
+    replay: "chunk" lets a flush take its rows together where a kernel can.
+    """
     if query_start_loc is None:
         raise fail("query_start_loc", None, "[batch + 1] int32 with windows")
     batch = slot_indices.shape[0]
     if batch == 0:
         return
-    config = config or window_config(batch, _shape(state, ring_B.shape[1], x.dtype, buffer_len, max_window_len))
-    make = _gluon if config.backend == "gluon" else _portable
-    kernel, grid, options = make(state, ring_B.shape[1], batch, max_window_len, config)
-    chunk = 16 // state.element_size() if config.backend == "gluon" else 1
+    rows = window_rows(buffer_len, max_window_len)
+    # A limit that was lowered for this step may be passed: a ring has room for its longest window beside the rows.
+    flushed = window_rows(ring_B.shape[2] - max_window_len, max_window_len)
+    chunk = takes_chunks(replay, state.dtype, x.dtype, flushed)
+    shape = _shape(state, ring_B.shape[1], x.dtype, max(rows, flushed), max_window_len)
+    config = config or window_config(batch, shape, chunk)
+    fast = config.backend == "gluon"
+    if fast:
+        kernel, grid, options = _gluon(state, batch, max_window_len, config)
+        options |= {"FLUSH_ROWS": flushed}
+    else:
+        kernel, grid, options = _portable(state, batch, config)
+    unit = 16 // state.element_size() if fast else 1
     kernel[grid](
         *(x, dt, A, B, C, A if D is None else D, x if z is None else z, A if dt_bias is None else dt_bias),
         *(state, ring_x, ring_B, ring_dt, cursors, slot_indices, query_start_loc),
         *(query_start_loc if parents is None else parents, out),
+        *((batch,) if fast else ()),
         *(state.shape[0], buffer_len, pad_slot_id),
         *(stride for t in (x, dt, B, C) for stride in t.stride()[:2]),
         *((0, 0) if z is None else z.stride()[:2]),
         *out.stride()[:2],
-        *(stride // chunk for stride in state.stride()[:2]),
+        *(stride // unit for stride in state.stride()[:2]),
         *(stride for t in (ring_x, ring_B, ring_dt) for stride in t.stride()[:2]),
-        ROWS=window_rows(buffer_len, max_window_len),
+        ROWS=rows,
         G=ring_B.shape[1],
         R=ring_B.shape[2],
         TREE=parents is not None,
@@ -149,16 +179,14 @@ def mamba2_window(
 
 
 def _shape(
-    state: torch.Tensor, num_groups: int, activation: torch.dtype, buffer_len: int, max_window_len: int
+    state: torch.Tensor, num_groups: int, activation: torch.dtype, rows: int, max_window_len: int
 ) -> WindowShape:
     heads, head_dim, d_state = state.shape[1:]
-    rows, arch = window_rows(buffer_len, max_window_len), window_arch(state, activation)
+    arch = window_arch(state, activation)
     return WindowShape(heads, num_groups, head_dim, d_state, state.element_size(), max_window_len, rows, arch)
 
 
-def _portable(
-    state: torch.Tensor, num_groups: int, batch: int, max_window_len: int, config: WindowConfig
-) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
+def _portable(state: torch.Tensor, batch: int, config: WindowConfig) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
     from replayssm.ops.mamba2.triton_window import mamba2_window_kernel
 
     heads, head_dim, d_state = state.shape[1:]
@@ -169,12 +197,23 @@ def _portable(
 
 
 def _gluon(
-    state: torch.Tensor, num_groups: int, batch: int, max_window_len: int, config: WindowConfig
+    state: torch.Tensor, batch: int, max_window_len: int, config: WindowConfig
 ) -> tuple[Any, tuple[int, ...], dict[str, Any]]:
     from replayssm.ops.mamba2.gluon_window import mamba2_window_kernel
 
     heads, head_dim, d_state = state.shape[1:]
-    options: dict[str, Any] = {"H": heads, "P": head_dim, "N": d_state, "BV": config.block_v}
+    options: dict[str, Any] = {"H": heads, "P": head_dim, "N": d_state} | tile_options(config)
     options |= config.gluon_options(8 if max_window_len <= 8 else 16)
-    tiles = heads * head_dim // config.block_v
-    return mamba2_window_kernel, (batch * tiles // config.num_tiles + config.flushers * tiles,), options
+    tiles = heads // config.heads * (head_dim // config.block_v)
+    programs = batch * tiles // config.num_tiles + config.flushers * tiles + batch * config.appenders
+    return mamba2_window_kernel, (programs,), options
+
+
+def tile_options(config: WindowConfig) -> dict[str, Any]:
+    """Constants of the Gluon kernel that only Mamba-2 has."""
+    return {
+        "BV": config.block_v,
+        "HW": config.heads,
+        "APPENDERS": config.appenders,
+        "CHUNKED": config.chunked,
+    }

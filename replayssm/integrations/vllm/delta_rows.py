@@ -1,4 +1,4 @@
-"""Which rows and tokens of a step of vLLM's Gated DeltaNet go through the ring, and which its prefill serves."""
+"""Which rows and tokens of a step of vLLM's delta-rule layers go through the ring, and which its prefill serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replayssm.plan import Plan
 Part = slice | torch.Tensor
 
 
-def gdn_rows(plan: Plan, metadata: Any) -> Rows:
+def delta_rows(plan: Plan, metadata: Any) -> Rows:
     """The rows of a step. Beside rows with drafts vLLM counts every other row as a prefill."""
     accepted = None
     if metadata.spec_sequence_masks is not None:

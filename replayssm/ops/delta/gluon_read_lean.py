@@ -1,0 +1,156 @@
+"""Encoders for the accumulators' registers, in which a thread holds nvfp4's blocks whole and a quad int8's."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from replayssm.ops.delta.gluon_read_encode import larger, nearest_integer, squared_error
+from replayssm.ops.gluon_formats import from_e4m3, reciprocal, to_e4m3
+
+
+@gluon.jit
+def encode_int8(x):
+    """`triton_formats.encode_int8` of x [V, 32], one block a row: codes, scales [V] fp16 and the codes in fp32."""
+    largest = gl.reduce(gl.abs(x), 1, larger)
+    finite = largest < float("inf")
+    largest = gl.where(finite, largest, 1.0)
+    wanted = gl.minimum(gl.maximum(largest * (1.0 / 127.0), 5.9604644775390625e-08), 65504.0)
+    half = wanted.to(gl.float16)
+    up = (half.to(gl.float32) < wanted).to(gl.int16)
+    half = (half.to(gl.int16, bitcast=True) + up).to(gl.float16, bitcast=True)
+    inverse = gl.where(finite, reciprocal(half.to(gl.float32), True), 0.0)
+    # Between bounds of zero NaN becomes zero.
+    most = gl.where(finite, 127.0, 0.0)
+    scaled = gl.maximum(x * gl.expand_dims(inverse, 1), gl.expand_dims(most * -1.0, 1))
+    scaled = gl.minimum(scaled, gl.expand_dims(most, 1)) + 12582912.0
+    codes = scaled.to(gl.int32, bitcast=True).to(gl.int8)
+    return codes, gl.where(finite, half, float("nan")), scaled - 12582912.0
+
+
+@gluon.jit
+def nearest_code(a):
+    """The nearest of E2M1's magnitudes, times 2^-14, to 0 <= a < 7 * 2^-14, ties to the even code.
+
+    2^22 times the larger of a and 2 * 2^-14 is a number whose last place is a step of E2M1 at a.
+    """
+    large = gl.maximum(a, 0.0001220703125)
+    return gl.fma(large, 4194304.0, gl.fma(large, -4194304.0, a))
+
+
+@gluon.jit
+def packed_codes(low, high, keep):
+    """Bytes of the E2M1 codes of signed values / 2^14, the first one's in the low half; keep: -1, or 0 for codes of 0.
+
+    Two numbers a register, four apart in the word: as fp16 such a number is its code's bits `s 0 0 0 e e m 0 ...`.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 a, b, c, d, t;
+        cvt.rn.f16x2.f32 a, $3, $1;
+        cvt.rn.f16x2.f32 b, $7, $5;
+        cvt.rn.f16x2.f32 c, $4, $2;
+        cvt.rn.f16x2.f32 d, $8, $6;
+        shr.u32 t, a, 3;
+        lop3.b32 a, t, a, 0x10001000, 0xCA;
+        shr.u32 t, b, 3;
+        lop3.b32 b, t, b, 0x10001000, 0xCA;
+        shr.u32 t, c, 3;
+        lop3.b32 c, t, c, 0x10001000, 0xCA;
+        shr.u32 t, d, 3;
+        lop3.b32 d, t, d, 0x10001000, 0xCA;
+        shr.u32 a, a, 9;
+        shr.u32 b, b, 5;
+        shr.u32 c, c, 1;
+        shl.b32 d, d, 3;
+        and.b32 a, a, 0x000F000F;
+        lop3.b32 a, b, 0x00F000F0, a, 0xEA;
+        lop3.b32 a, c, 0x0F000F00, a, 0xEA;
+        lop3.b32 a, d, 0xF000F000, a, 0xEA;
+        and.b32 $0, a, $9;
+        }""",
+        "=r,r,r,r,r,r,r,r,r,r,r,r,r", [low, high, keep], dtype=gl.uint8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def any_of(x):
+    """Whether any element of [V, n] is true, as 0 or 1 for the whole program."""
+    return gl.max(gl.max(x.to(gl.int32), 1), 0)
+
+
+@gluon.jit
+def squared_errors(a, unit, full):
+    """Sums over blocks of 16 of the squared errors of |x| with a scale: fp32, of a [V, n, 16]; unit, full [V, n]."""
+    q = nearest_code(a * gl.expand_dims(unit * 0.00006103515625, 2))
+    q, minus = gl.broadcast(q, gl.expand_dims(full * -1.0, 2))
+    off = gl.fma(q, minus, a)
+    return gl.sum(off * off, 2)
+
+
+@gluon.jit
+def second_is_better(a, unit_1, unit_2, full_1, full_2):
+    """Whether the second scale has the lower squared error by the format's integer sums [V, n]; a is finite."""
+    q_1 = nearest_code(gl.minimum(a * gl.expand_dims(unit_1 * 0.00006103515625, 2), 0.0003662109375))
+    # No element is past six of the second scale, however that was rounded.
+    q_2 = nearest_code(a * gl.expand_dims(unit_2 * 0.00006103515625, 2))
+    q_1, minus_1 = gl.broadcast(q_1, gl.expand_dims(full_1 * -1.0, 2))
+    q_2, minus_2 = gl.broadcast(q_2, gl.expand_dims(full_2 * -1.0, 2))
+    off_1 = gl.fma(q_1, minus_1, a) * gl.expand_dims(unit_1 * 1024.0, 2)
+    off_2 = gl.fma(q_2, minus_2, a) * gl.expand_dims(unit_1, 2)
+    # Where the first scale is the smallest there is, its largest element may be off by three: past the magic sum.
+    error_1 = nearest_integer(off_1 * off_1, True)
+    error_2 = squared_error(off_2, 1048576.0)
+    return gl.sum(error_2 - error_1, 2) < 0
+
+
+@gluon.jit
+def encode_nvfp4(x, scale, inverse_scale):
+    """`triton_formats.encode_nvfp4` with fewer instructions, for x [V, 16 n] of which a thread holds whole blocks.
+
+    Returns bytes, block scales' bytes, signed codes times 2^-14 [V, n, 16], and what they are to be multiplied by.
+    Everything stays times the head's scale and codes times 2^-14, powers of two that change no rounding. Where the fp32
+    sums of squared errors are so close that the format's integer sums might choose otherwise, those decide. Codes are
+    computed again for the scale that is chosen: keeping both takes more registers than there are.
+    """
+    V: gl.constexpr = x.shape[0]
+    BLOCKS: gl.constexpr = x.shape[1] // 16
+    x = gl.reshape(x, [V, BLOCKS, 16])
+    largest = gl.reduce(gl.abs(x), 2, larger)
+    finite = largest < float("inf")
+    largest = gl.where(finite, largest, 0.0) * inverse_scale
+    byte_1 = to_e4m3(gl.maximum(largest * (1.0 / 6.0), 0.001953125), True)
+    byte_2 = to_e4m3(gl.maximum(largest * (1.0 / 4.0), 0.001953125), True)
+    scale_1 = from_e4m3(byte_1, True)
+    scale_2 = from_e4m3(byte_2, True)
+    inverse_1 = reciprocal(scale_1, True)
+    unit_1 = inverse_1 * inverse_scale
+    unit_2 = reciprocal(scale_2, True) * inverse_scale
+    full_1 = scale_1 * (scale * 16384.0)
+    full_2 = scale_2 * (scale * 16384.0)
+    sum_1 = squared_errors(gl.abs(x), unit_1, full_1)
+    sum_2 = squared_errors(gl.abs(x), unit_2, full_2)
+    better = sum_2 < sum_1
+    # 16 roundings to integers in steps of 2^-20 of the first scale's square, and some 20 of fp32.
+    step = full_1 * 5.960464477539063e-08
+    total = sum_1 + sum_2
+    close = gl.abs(sum_1 - sum_2) <= 16.5 * step * step + total * 1.9073486328125e-06
+    close = close & (byte_1 != byte_2) & (total > 0.0)
+    # Squares may leave fp32's range, and where the first scale is subnormal codes may have to saturate.
+    far = (inverse_scale < 9.094947017729282e-13) | (inverse_scale > 1099511627776.0)
+    close = close | (largest * inverse_1 >= 7.0) | (far & (largest > 0.0))
+    if any_of(close) > 0:
+        y = gl.where(gl.expand_dims(finite, 2), gl.abs(x), 0.0)
+        better = second_is_better(y, unit_1, unit_2, full_1, full_2)
+        most = gl.expand_dims(gl.where(better, float("inf"), full_1 * 0.0003662109375), 2)
+        x = gl.where(gl.abs(x) > most, gl.where(x > 0.0, most, most * -1.0), x)
+    unit = gl.where(better, unit_2, unit_1)
+    q = nearest_code(gl.abs(x) * gl.expand_dims(unit * 0.00006103515625, 2))
+    sign = x.to(gl.int32, bitcast=True) & -0x80000000
+    signed = (q.to(gl.int32, bitcast=True) | sign).to(gl.float32, bitcast=True)
+    full = gl.where(finite, gl.where(better, full_2, full_1), float("nan"))
+    low, high = gl.split(gl.reshape(signed, [V, BLOCKS * 8, 2]))
+    scales = gl.where(finite, gl.where(better, byte_2, byte_1), 0x7F).to(gl.uint8)
+    keep, _ = gl.broadcast(gl.expand_dims(gl.where(finite, -1, 0), 2), signed)
+    keep, _ = gl.split(gl.reshape(keep, [V, BLOCKS * 8, 2]))
+    return packed_codes(low, high, keep), scales, signed, full

@@ -1,0 +1,59 @@
+"""GDN and KDA, a window of tokens of every row in one launch, with a read copy, for NVIDIA GPUs.
+
+As in the one-token kernel most programs read and a crew of others flushes. Outputs always come from the copy: where a
+row flushes, the crew's program that renewed a head's copy reads it as a reading program would, without committed rows.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from replayssm.ops.delta.gluon_read_window_flush import flush_windows
+from replayssm.ops.delta.gluon_read_window_row import read_row
+
+
+@gluon.jit(do_not_specialize=["num_slots", "ring_len", "buffer_len", "pad_slot_id", "batch", "crew", "every"])
+def delta_read_window_kernel(
+    q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices,
+    query_start_loc, parents, out, codes, scales, global_scale, state_scales,
+    num_slots, ring_len, buffer_len, pad_slot_id, batch, crew, every, scale, lower_bound,
+    stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    stride_g_token, stride_g_head, stride_beta_token, stride_beta_head, stride_out_token, stride_out_head,
+    chunks_state_slot, chunks_state_head, stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head,
+    stride_ru_slot, stride_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
+    chunks_codes_slot, stride_scales_slot, stride_global_slot, stride_state_scales_slot,
+    HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HEADS: gl.constexpr,
+    BLOCK_V: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr,
+    TOKENS: gl.constexpr, READ: gl.constexpr, COPY: gl.constexpr, TREE: gl.constexpr, KDA: gl.constexpr,
+    RAW: gl.constexpr, HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr, NORM: gl.constexpr, CHUNK_HEADS: gl.constexpr,
+):  # fmt: skip
+    """READ: the format that is read: of the copy, or (not COPY) of an fp8 checkpoint itself."""
+    gdc_wait()
+    gdc_launch_dependents()
+    pid = gl.program_id(0)
+    if (pid % every == 0) & (pid < crew * every):
+        flush_windows(
+            pid // every, crew, q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g, ring_beta,
+            cursors, slot_indices, query_start_loc, parents, out, codes, scales, global_scale, state_scales,
+            num_slots, ring_len, buffer_len, pad_slot_id, batch, scale, lower_bound, stride_q_token, stride_q_head,
+            stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_g_token, stride_g_head,
+            stride_beta_token, stride_beta_head, stride_out_token, stride_out_head, chunks_state_slot,
+            chunks_state_head, stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head, stride_ru_slot,
+            stride_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head, chunks_codes_slot,
+            stride_scales_slot, stride_global_slot, stride_state_scales_slot, HV, GROUP, K, V, BLOCK_V, BLOCK_B,
+            ROWS, TOKENS, READ, COPY, TREE, KDA, RAW, HAS_BIAS, BOUNDED, NORM, CHUNK_HEADS,
+        )  # fmt: skip
+        return
+    pid -= gl.minimum((pid + every - 1) // every, crew)
+    read_row(
+        pid // (HV // HEADS), (pid % (HV // HEADS) * HEADS).to(gl.int64), q, k, v, g, beta, A_log, dt_bias, ring_k,
+        ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices, query_start_loc, parents, out, codes, scales,
+        global_scale, num_slots, ring_len, buffer_len, pad_slot_id, scale, lower_bound, stride_q_token,
+        stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_g_token, stride_g_head,
+        stride_beta_token, stride_beta_head, stride_out_token, stride_out_head, stride_rk_slot, stride_rk_head,
+        stride_rv_slot, stride_rv_head, stride_ru_slot, stride_ru_head, stride_rg_slot, stride_rg_head,
+        stride_rb_slot, stride_rb_head, chunks_codes_slot, stride_scales_slot, stride_global_slot, False, HEADS,
+        GROUP, K, V, ROWS, TOKENS, READ, TREE, KDA, RAW, HAS_BIAS, BOUNDED, NORM,
+    )  # fmt: skip

@@ -1,0 +1,118 @@
+"""The loop over a window program's tiles of the checkpoint: replay the ring into a tile, or read it."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from replayssm.ops.delta.gluon_window_flush import replay_tile
+from replayssm.ops.delta.gluon_window_fold import chunk_width, fold_rows
+from replayssm.ops.delta.gluon_window_tile import (
+    add_rows,
+    append_tile,
+    fetch_values,
+    load_tile,
+    read_tile,
+    solve_tile,
+    store_columns,
+    store_tile,
+)
+from replayssm.ops.gluon_window_parts import fetch_tile, mma_layout
+from replayssm.ops.mamba2.gluon_names import view
+
+
+@gluon.jit
+def fold_tile(S, state, rows_at, committed, tables, folding, h, K: gl.constexpr, KDA: gl.constexpr, LS: gl.constexpr):
+    """A tile after the committed rows, in chunk form, stored at `state`; returns what memory now holds."""
+    IN_N: gl.constexpr = gl.SliceLayout(0, mma_layout(gl.num_warps()))
+    WIDTH: gl.constexpr = S[0].shape[1]
+    keys_at, updates_at, inverse_at, decayed_at, norm_at, grown_at = folding
+    columns_at, coef_at, beta_at, scale_at, fade_at, through_at = tables
+    through = ()
+    for c in gl.static_range(K // WIDTH):
+        if KDA:
+            decay = gl.expand_dims(decayed_at.slice(c * WIDTH, WIDTH).load(gl.SliceLayout(0, LS)), 0)
+        else:
+            decay = gl.expand_dims(through_at.index(h).load(gl.SliceLayout(1, LS)), 1)
+        through = through + (decay,)
+    grow = 1.0
+    fade = 1.0
+    if not KDA:
+        norm = norm_at.slice(0, rows_at.shape[0]).load(IN_N)
+        grow = grown_at.index(h).load(IN_N) * norm
+        fade = fade_at.index(h).load(IN_N) * norm
+    KW: gl.constexpr = 128 // state.dtype.element_ty.primitive_bitwidth
+    S = fold_rows(S, rows_at, committed, keys_at, updates_at, inverse_at.index(h), through, grow, fade, KDA, KW, LS)
+    return store_tile(state, S, K, LS)
+
+
+@gluon.jit
+def run_tiles(
+    tiles, values_at, v_at, weight, tables, folding, state, old, v, ring_v, ring_u, out, begin, end, start,
+    committed, length, ring_len, stride_state_head, stride_old_head, stride_v_token, stride_v_head, stride_rv_head,
+    stride_ru_head, stride_out_token, stride_out_head,
+    HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    FLUSH: gl.constexpr, CHUNK: gl.constexpr, KDA: gl.constexpr,
+):  # fmt: skip
+    """Tiles from `begin` to `end`, the first of which are on their way; pointers are of the program's first V-row.
+
+    old: the committed rows' v where they are replayed, their u where they are read; they go to values_at.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    ACT: gl.constexpr = v.dtype.element_ty
+    STAGES: gl.constexpr = tiles.shape[0]
+    BLOCK_V: gl.constexpr = tiles.shape[1]
+    PER_HEAD: gl.constexpr = V // BLOCK_V
+    BITS: gl.constexpr = state.dtype.element_ty.primitive_bitwidth
+    WIDTH: gl.constexpr = chunk_width(BITS) if CHUNK else K
+    MMA: gl.constexpr = mma_layout(WARPS)
+    LS: gl.constexpr = gl.DotOperandLayout(0, MMA, 128 // BITS)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    columns_at, coef_at, beta_at, scale_at, fade_at, through_at = tables
+    fresh = start + committed
+    # A bound that the compiler does not fold: Triton 3.6 crashes on the single turn of one tile.
+    for i in range(begin, gl.minimum(committed + end, end)):
+        h = i // PER_HEAD
+        col = i % PER_HEAD * BLOCK_V
+        tile = tiles.index((i - begin) % STAGES)
+        async_copy.wait_group(STAGES - 1)
+        S = load_tile(tile, WIDTH, LS)
+        if not FLUSH:
+            # Before the tile is overwritten, so that it need not be in registers as a whole.
+            X = read_tile(S, columns_at, 128 // BITS, ACT)
+        rows_at = values_at.index((i - begin) % (STAGES + 1))
+        new_at = v_at.index((i - begin) % (STAGES + 1))
+        if i + STAGES < end:
+            ahead_h, ahead_col = (i + STAGES) // PER_HEAD, (i + STAGES) % PER_HEAD * BLOCK_V
+            fetch_tile(tile, state + (ahead_h * stride_state_head + ahead_col * K), K, BLOCK_V)
+            buffer = (i + STAGES - begin) % (STAGES + 1)
+            fetch_values(
+                values_at.index(buffer), v_at.index(buffer), old + (ahead_h * stride_old_head + ahead_col),
+                v + (ahead_h * stride_v_head + ahead_col), start, committed, length, ring_len, stride_v_token, V,
+            )  # fmt: skip
+        async_copy.commit_group()
+        append_tile(ring_v + (h * stride_rv_head + col), new_at, fresh, length, ring_len, V)
+        here = state + (h * stride_state_head + col * K)
+        if FLUSH:
+            if CHUNK:
+                S = fold_tile(S, here, rows_at, committed, tables, folding, h, K, KDA, LS)
+            else:
+                S = replay_tile(
+                    S, ring_v + (h * stride_rv_head + col), here, folding, h, start, committed, ring_len, HEADS, K, V,
+                    BLOCK_V, ROWS, KDA, LS,
+                )  # fmt: skip
+            X = read_tile(S, columns_at, 128 // BITS, ACT)
+        else:
+            seen_weight = weight
+            if not KDA:
+                X *= gl.expand_dims(through_at.index(h).load(gl.SliceLayout(1, MMA)), 1)
+                seen_weight *= gl.expand_dims(fade_at.index(h).load(gl.SliceLayout(1, weight.type.layout)), 1)
+            X = add_rows(X, rows_at, seen_weight, committed)
+        if not KDA:
+            X *= gl.expand_dims(scale_at.index(h).load(gl.SliceLayout(0, MMA)), 0)
+        X = solve_tile(X, view(new_at, [TOKENS, BLOCK_V], FLAT), coef_at, beta_at, h, length, HEADS, TOKENS)
+        store_columns(
+            X, ring_u + (h * stride_ru_head + col), out + (h * stride_out_head + col), fresh, length, ring_len,
+            stride_out_token, V, TOKENS,
+        )  # fmt: skip

@@ -1,0 +1,116 @@
+"""A tile of the GDN/KDA window kernel: its products with the window's columns, and what is stored of them."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from replayssm.ops.gluon_window_parts import copy_to_shared, mma_layout, outputs_layout, product, rows_layout, wrap
+
+
+@gluon.jit
+def load_tile(tile, WIDTH: gl.constexpr, LS: gl.constexpr):
+    """A tile in shared memory as a tuple of [V, WIDTH]."""
+    parts = ()
+    for c in gl.static_range(tile.shape[1] // WIDTH):
+        parts = parts + (tile.slice(c * WIDTH, WIDTH, dim=1).load(LS),)
+    return parts
+
+
+@gluon.jit
+def store_tile(state, S, K: gl.constexpr, LS: gl.constexpr):
+    """Round a tile to the checkpoint's format and write it; returns what memory now holds."""
+    WIDTH: gl.constexpr = S[0].shape[1]
+    rows = gl.expand_dims(gl.arange(0, S[0].shape[0], layout=gl.SliceLayout(1, LS)), 1) * K
+    cols = gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LS)), 0)
+    rounded = ()
+    for c in gl.static_range(len(S)):
+        part = S[c].to(state.dtype.element_ty)
+        gl.store(state + (rows + (cols + c * WIDTH)), part)
+        rounded = rounded + (part,)
+    return rounded
+
+
+@gluon.jit
+def read_tile(S, columns_at, KW: gl.constexpr, ACT: gl.constexpr):
+    """Products of a tile with the columns, [V, columns]: one short chain of products a chunk.
+
+    KW: neighbours along K of a thread, alike in both operands.
+    """
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    COLUMNS: gl.constexpr = columns_at.shape[0]
+    WIDTH: gl.constexpr = S[0].shape[1]
+    X = gl.zeros([S[0].shape[0], COLUMNS], gl.float32, layout=MMA)
+    for c in gl.static_range(len(S)):
+        none = gl.zeros([S[0].shape[0], COLUMNS], gl.float32, layout=MMA)
+        columns = columns_at.slice(c * WIDTH, WIDTH, dim=1).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, KW))
+        X += product(S[c], columns, none, ACT)
+    return X
+
+
+@gluon.jit
+def add_rows(X, u_at, weight, committed):
+    """X plus the ring's committed u [rows, V] times their weights, which are split in two 16-bit numbers."""
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    u = u_at.permute((1, 0)).load(LEFT)
+    live = gl.expand_dims(gl.arange(0, u_at.shape[0], layout=gl.SliceLayout(0, LEFT)) < committed, 0)
+    u = gl.where(live, u, 0.0)
+    high = weight.to(u.dtype)
+    X = mma_v2(u, (weight - high.to(gl.float32)).to(u.dtype), X)
+    return mma_v2(u, high, X)
+
+
+@gluon.jit
+def fetch_values(rows_at, v_at, ring, v, start, committed, length, ring_len, stride_token, V: gl.constexpr):
+    """Start copying a tile's V-rows of the ring's committed rows, and of v of the window's tokens.
+
+    What lies elsewhere is not to be read as a number; those who read mask it.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = rows_layout(rows_at.shape[1], WARPS)
+    j = gl.expand_dims(gl.arange(0, rows_at.shape[0], layout=gl.SliceLayout(1, L)), 1)
+    cols = gl.expand_dims(gl.arange(0, rows_at.shape[1], layout=gl.SliceLayout(0, L)), 0)
+    copy_to_shared(rows_at, ring + (wrap(start + j, ring_len) * V + cols), mask=j < committed)
+    t = gl.expand_dims(gl.arange(0, v_at.shape[0], layout=gl.SliceLayout(1, L)), 1)
+    copy_to_shared(v_at, v + (t * stride_token + cols), mask=t < length)
+
+
+@gluon.jit
+def append_tile(ring_v, v_at, first, length, ring_len, V: gl.constexpr):
+    """Write v [tokens, V] of the window's tokens to the rows from `first` on, start + committed."""
+    L: gl.constexpr = rows_layout(v_at.shape[1], gl.num_warps())
+    t = gl.expand_dims(gl.arange(0, v_at.shape[0], layout=gl.SliceLayout(1, L)), 1)
+    cols = gl.expand_dims(gl.arange(0, v_at.shape[1], layout=gl.SliceLayout(0, L)), 0)
+    gl.store(ring_v + (wrap(first + t, ring_len) * V + cols), v_at.load(L), mask=t < length)
+
+
+@gluon.jit
+def store_columns(X, ring_u, out, first, length, ring_len, stride_out, V: gl.constexpr, TOKENS: gl.constexpr):
+    """Write a tile's u and outputs [V, columns]; the pointers are of its first V-row, `first` is start + committed."""
+    L: gl.constexpr = outputs_layout(2 * TOKENS, gl.num_warps())
+    X = gl.convert_layout(X, L)
+    v_row = gl.expand_dims(gl.arange(0, X.shape[0], layout=gl.SliceLayout(1, L)), 1)
+    n = gl.expand_dims(gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(0, L)), 0)
+    u_at = ring_u + (v_row + wrap(first + n, ring_len) * V)
+    gl.store(u_at, X.to(ring_u.dtype.element_ty), mask=n < gl.minimum(length, TOKENS))
+    o_at = out + (v_row + (n - TOKENS) * stride_out)
+    gl.store(o_at, X.to(out.dtype.element_ty), mask=(n >= TOKENS) & (n < TOKENS + length))
+
+
+@gluon.jit
+def solve_tile(X, v_at, coef_at, beta_at, h, length, HEADS: gl.constexpr, TOKENS: gl.constexpr):
+    """Forward substitution on a tile [V, columns] of what checkpoint and committed rows give: u, then the outputs.
+
+    v_at [tokens, V], coef_at [tokens * heads, columns], beta_at [heads * tokens, 1].
+    """
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    n = gl.expand_dims(gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(0, MMA)), 0)
+    for i in gl.static_range(TOKENS):
+        coef = coef_at.index(i * HEADS + h).load(gl.SliceLayout(0, MMA))
+        v = gl.where(i < length, v_at.index(i).load(gl.SliceLayout(1, MMA)).to(gl.float32), 0.0)
+        u = beta_at.index(h * TOKENS + i).load(gl.SliceLayout(1, MMA)) * (v - gl.sum(gl.where(n == i, X, 0.0), 1))
+        u = gl.expand_dims(u, 1)
+        X = gl.where(n == i, u, X + u * gl.expand_dims(coef, 0))
+    return X

@@ -1,0 +1,26 @@
+"""Which rows of a batch of windows flush, for the programs that share the flushes of a step with a read copy."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from replayssm.ops.gluon_window_parts import add
+
+
+@gluon.jit
+def rank_of_rows(
+    cursors, slot_indices, query_start_loc, num_slots, buffer_len, pad_slot_id, batch, BLOCK_B: gl.constexpr,
+    L: gl.constexpr,
+):  # fmt: skip
+    """Each row's number among those that flush in this step, -1 for others [BLOCK_B]; and how many flush."""
+    row = gl.arange(0, BLOCK_B, layout=L)
+    slot = gl.load(slot_indices + row, mask=row < batch, other=-1).to(gl.int64)
+    owned = (row < batch) & (slot != pad_slot_id) & (slot >= 0) & (slot < num_slots)
+    first = gl.load(query_start_loc + row, mask=owned, other=0)
+    length = gl.load(query_start_loc + row + 1, mask=owned, other=0) - first
+    count = gl.load(cursors + slot * 4 + 1, mask=owned, other=0)
+    limit = gl.load(cursors + slot * 4 + 2, mask=owned, other=0)
+    flushes = (count > 0) & (count + length > gl.minimum(limit, buffer_len))
+    rank = gl.where(flushes, gl.associative_scan(flushes.to(gl.int32), 0, add) - 1, -1)
+    return rank, gl.sum(flushes.to(gl.int32), 0)
