@@ -11,7 +11,7 @@ import torch
 from replayssm.checks import ReplayError
 from replayssm.config import LayerSpec
 from replayssm.formats import CHECKPOINT_FORMATS, READ_FORMATS
-from replayssm.ops.registry import launch_module, read_launch_module
+from replayssm.ops.registry import launch_module, read_launch_module, read_window_launch_module
 
 if TYPE_CHECKING:
     from replayssm.plan import Plan
@@ -107,8 +107,13 @@ def _kernel(plan: Plan, spec: LayerSpec, read: str, batch: int) -> str:
     if is_special(plan.checkpoint, read, plan.rounding):
         module = read_launch_module(spec.family)
         assert module is not None
-        options = {"checkpoint": plan.checkpoint, "read": read, "batch": batch, "ring_len": plan.ring_len}
-        return str(module.route(spec, device=device, **options))
+        options = {"checkpoint": plan.checkpoint, "read": read, "batch": batch, "device": device}
+        one_token = str(module.route(spec, ring_len=plan.ring_len, **options))
+        if not plan.num_draft_tokens:
+            return one_token
+        windows = read_window_launch_module(spec.family)
+        options |= {"buffer_len": plan.buffer_len, "max_window_len": plan.max_window_len}
+        return f"{one_token}; windows: {windows.window_route(spec, **options)}"
     launch = launch_module(spec.family)
     one_token = str(launch.route(plan.checkpoint_dtype, batch, spec, device, plan.ring_len))
     if not plan.num_draft_tokens or not hasattr(launch, "window_route"):

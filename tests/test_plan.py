@@ -192,3 +192,15 @@ def test_replay_is_serial_where_bits_are_promised(spec: LayerSpec, options: dict
     assert Plan((spec,), device="cuda", **options).replay_form(0) == expected
     if "replay" not in options:
         assert Plan((spec,), **options).replay_form(0) == "serial"
+
+
+@pytest.mark.parametrize("name", ["nemotron-3-nano-4b", "qwen3.5-4b", "kimi-linear-48b"])
+def test_kernels_of_windows_with_read_copies_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from replayssm.ops.registry import read_launch_module, read_window_launch_module
+
+    layers = preset(name)[:1]
+    for module in (read_launch_module(layers[0].family), read_window_launch_module(layers[0].family)):
+        monkeypatch.setattr(module, "device_arch", lambda device: "sm90")
+    (kernel,) = Plan(layers, device="cuda", read="nvfp4", num_draft_tokens=3).kernels(256).values()
+    one_token, windows = kernel.split("; windows: ")
+    assert "gluon" in one_token and "triton" in windows

@@ -26,8 +26,8 @@ def test_on_by_the_environment(text: str) -> None:
 
 
 def test_on_by_the_configuration() -> None:
-    given = {"buffer_len": 8, "checkpoint": "bf16", "spread_flushes": False}
-    assert chosen_options({"replayssm": given}, {}) == Options(8, "bf16", "none", False)
+    given = {"buffer_len": 8, "checkpoint": "bf16", "spread_flushes": False, "replay": "serial"}
+    assert chosen_options({"replayssm": given}, {}) == Options(**given)
     assert chosen_options({"replayssm": True}, {}) == Options()
     assert chosen_options({"other": 1}, {}) is None
 

@@ -85,6 +85,11 @@ def read_launch_module(family: Family) -> Any | None:
     return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
+def read_window_launch_module(family: Family) -> Any:
+    """The module that launches a family's windows with read copies; its `window_route` tells a plan what it chooses."""
+    return importlib.import_module(f"replayssm.ops.{op_family(family)}.read_window_launch")
+
+
 class _Implementation:
     """The functions of one backend, by op name."""
 

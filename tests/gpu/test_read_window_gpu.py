@@ -20,6 +20,7 @@ from test_window_lifecycle_gpu import FAMILIES, Lifecycle, Requests, table_kerne
 
 from replayssm import GDNSpec, KDASpec, LayerSpec, Mamba2Spec
 from replayssm.cursors import NUM_COMMITTED, RING_START
+from replayssm.ops import window_config
 from replayssm.ops.delta import torch_ops as delta_torch
 from replayssm.ops.mamba2 import torch_ops as mamba2_torch
 from replayssm.quant import dequantize, quantize
@@ -194,6 +195,11 @@ def check_ring(got: torch.Tensor, before: torch.Tensor, want: torch.Tensor, fiel
         assert torch.equal(got[rows].double(), want[rows]), field
     else:
         assert error(got[rows], want[rows]) < (tolerance if field == "u" else 2e-6), field
+
+
+@pytest.fixture(autouse=True)
+def gluon_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_config, "GLUON_READ_WINDOWS", True)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])

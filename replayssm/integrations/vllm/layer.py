@@ -49,6 +49,7 @@ class ReplayLayer:
             activation=vllm_config.model_config.dtype,
             device=vllm_config.device_config.device,
             spread_flushes=options.spread_flushes,
+            replay=options.replay,
             route="replay",
         )
         self.plan.check_runnable()

@@ -11,6 +11,7 @@ from typing import Any
 from replayssm.checks import check_choice, check_int, fail
 from replayssm.formats import CHECKPOINT_FORMATS, READ_FORMATS
 from replayssm.plan import MAX_BUFFER_LEN, Plan
+from replayssm.plan_checks import REPLAYS
 
 KEY = "replayssm"
 ENVIRONMENT = "REPLAYSSM_VLLM"
@@ -22,20 +23,22 @@ OFF = ("", "0", "false", "off", "no", "null", "none")
 class Options:
     """What a user may choose; the rest follows from vLLM's own configuration.
 
-    buffer_len, read, spread_flushes: as in `Plan`. checkpoint: format of the state; None: what vLLM would store it in
-    (`--mamba-ssm-cache-dtype`).
+    buffer_len, read, spread_flushes, replay: as in `Plan`. checkpoint: format of the state; None: what vLLM would store
+    it in (`--mamba-ssm-cache-dtype`).
     """
 
     buffer_len: int = Plan.buffer_len
     checkpoint: str | None = None
     read: str = "none"
     spread_flushes: bool | None = None
+    replay: str = "auto"
 
     def __post_init__(self) -> None:
         check_int("buffer_len", self.buffer_len, 1, MAX_BUFFER_LEN)
         check_choice("checkpoint", self.checkpoint, (None, *STATE_DTYPES.values()))
         check_choice("read", self.read, READ_FORMATS)
         check_choice("spread_flushes", self.spread_flushes, (None, True, False))
+        check_choice("replay", self.replay, REPLAYS)
 
 
 def chosen_options(additional_config: object, environ: Mapping[str, str] = os.environ) -> Options | None:

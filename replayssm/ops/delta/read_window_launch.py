@@ -9,10 +9,11 @@ import triton
 
 from replayssm.checks import fail
 from replayssm.config import GDNSpec, KDASpec
+from replayssm.ops import window_config as windows
 from replayssm.ops.delta.launch import _gate_options, _token_strides
 from replayssm.ops.delta.read_configs import ReadShape
 from replayssm.ops.delta.read_launch import NATIVE_ARCHS, _as_bytes, _chunks, _elements, _stored, layer_shape
-from replayssm.ops.delta.read_window_configs import Launch, ReadWindowConfig, gluon_launch, read_window_config
+from replayssm.ops.delta.read_window_configs import PORTABLE, Launch, ReadWindowConfig, gluon_launch, read_window_config
 from replayssm.ops.device import device_arch
 from replayssm.ops.window_config import window_rows
 
@@ -61,7 +62,7 @@ def delta_read_window(
     rings = (ring_k, ring_v, ring_u, ring_g, ring_beta)
     shape = layer_shape(state, k.shape[1], g, rings, read_codes, stochastic=seeds is not None)
     rows = window_rows(buffer_len, max_window_len)
-    config = config or read_window_config(batch, shape, rows, max_window_len)
+    config = config or _config(batch, shape, rows, max_window_len)
     codes, scales, *others = _stored(state, read_codes, read_scales, read_global, state_scales)
     more: dict[str, Any] = {"ROWS": rows, "TREE": parents is not None}
     more |= _gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm)
@@ -110,4 +111,8 @@ def window_route(
     dims = (spec.num_k_heads, spec.num_v_heads, spec.head_k_dim, spec.head_v_dim, isinstance(spec, KDASpec))
     rows = window_rows(buffer_len, max_window_len)
     shape = ReadShape(*dims, read, checkpoint, buffer_len + max_window_len, True, device_arch(device))
-    return str(read_window_config(batch, shape, rows, max_window_len))
+    return str(_config(batch, shape, rows, max_window_len))
+
+
+def _config(batch: int, shape: ReadShape, rows: int, max_window_len: int) -> ReadWindowConfig:
+    return read_window_config(batch, shape, rows, max_window_len) if windows.GLUON_READ_WINDOWS else PORTABLE

@@ -10,6 +10,7 @@ import triton
 
 from replayssm.checks import fail
 from replayssm.config import Mamba2Spec
+from replayssm.ops import window_config as windows
 from replayssm.ops.device import device_arch, is_aligned
 from replayssm.ops.mamba2.read_configs import ReadConfig, ReadShape, read_config
 from replayssm.ops.mamba2.read_window_launch import ReadWindowConfig, fits, launch_window
@@ -63,7 +64,8 @@ def mamba2_read_step(
     stored = tuple(as_bytes(state if t is None else t) for t in (state_scales, *copy))
     shape = layer_shape(state, B.shape[1], x.dtype, read_codes, seeds is not None)
     if query_start_loc is not None:
-        if config is None and fits(shape, window_rows(buffer_len, max_window_len), max_window_len):
+        rows_read = window_rows(buffer_len, max_window_len)
+        if config is None and windows.GLUON_READ_WINDOWS and fits(shape, rows_read, max_window_len):
             return launch_window(
                 (x, dt, A, B, C, D, z, dt_bias), as_bytes(state), (ring_x, ring_B, ring_dt),
                 (cursors, slot_indices, query_start_loc, parents), out, stored, shape, window_config,

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from replayssm.config import Mamba2Spec
+from replayssm.ops import window_config as windows
 from replayssm.ops.device import GLUON_ARCHS, device_arch
 from replayssm.ops.mamba2.read_configs import ReadShape, portable_config
 from replayssm.ops.window_config import divisor, window_rows
@@ -145,6 +146,7 @@ def window_route(
     """One line that names the kernel and the configuration of a window step of a contiguous cache."""
     dims = (spec.num_heads, spec.n_groups, spec.head_dim, spec.d_state)
     shape = ReadShape(*dims, read, checkpoint, device_arch(device))
-    if not fits(shape, window_rows(buffer_len, max_window_len), max_window_len):
+    allowed = windows.GLUON_READ_WINDOWS and fits(shape, window_rows(buffer_len, max_window_len), max_window_len)
+    if not allowed:
         return str(portable_config(shape))
     return str(read_window_config(batch, shape, max_window_len))
