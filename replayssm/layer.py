@@ -27,6 +27,7 @@ class LayerCache:
     A [num_heads] fp32 is Mamba-2's decay rate, which replaying needs: from `ReplayCache.bind` or the first decode.
     read_copy: what outputs are computed from (None: the checkpoint). state_scales [num_slots, heads, V] fp32: `state`
     holds e4m3 codes. seeds [num_slots] int64: flushes round stochastically. replay_form: `Plan.replay_form`.
+    buffer_len: the plan's, which a step may lower.
     """
 
     spec: LayerSpec
@@ -39,6 +40,7 @@ class LayerCache:
     state_scales: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
     replay_form: str = "serial"
+    buffer_len: int = 0
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """State, ring and read copy."""
@@ -204,4 +206,5 @@ def _layer(
         state_scales=tensors.get("state_scales"),
         seeds=seeds,
         replay_form=plan.replay_form(spec.layer_idx),
+        buffer_len=plan.buffer_len,
     )

@@ -123,6 +123,8 @@ def _run(
         return
     rings = (layer.ring[name] for name in layer.spec.ring_fields)
     common |= {"buffer_len": step.buffer_len, "parents": step.parents, **layer.op_formats()}
+    if step.buffer_len < layer.buffer_len:
+        common["max_committed"] = layer.buffer_len  # a lowered limit may find more rows than it allows
     layer.ops.step(*inputs, layer.state, *rings, layer.cursors, *rows, **common)
 
 

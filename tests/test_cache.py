@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from families import random_tokens
 from requests_model import LAYERS, Requests, small_plan
 
 from replayssm import ReplayCache, ReplayError
@@ -154,3 +157,26 @@ def test_a_plan_without_the_ring() -> None:
     assert (requests.cache.cursors[:, 1] == 0).all()
     assert requests.cache.plan.kernels(2)["gdn 2x5x6"] == "stepwise"
     assert small_plan().kernels(2)["gdn 2x5x6"] == "torch"
+
+
+@pytest.mark.parametrize(("lowered", "expected"), [(None, 0), (4, 6)])
+def test_a_step_with_a_lowered_limit_says_how_many_rows_a_flush_may_find(lowered: int | None, expected: int) -> None:
+    """A kernel that is laid out for buffer_len rows must not be given a flush of more."""
+    requests, given = Requests(ReplayCache(small_plan(buffer_len=6), 3), 5), []
+    requests.load([0])
+    for case in LAYERS:
+        layer = requests.cache.layer(case.spec.layer_idx)
+        layer.ops = replace(layer.ops, step=lambda *args, **kwargs: given.append(kwargs.get("max_committed", 0)))
+    step = requests.cache.begin_step([0], **({} if lowered is None else {"buffer_len": lowered}))
+    for i, case in enumerate(LAYERS):
+        requests.decode(i, step, random_tokens(case, 1, requests.generator))
+    assert given == [expected] * len(LAYERS)
+
+
+def test_windows_of_more_rows_than_the_gluon_kernel_lays_out_take_the_portable_one() -> None:
+    from replayssm.ops.delta.window_launch import WindowShape, window_config
+    from replayssm.ops.window_config import window_rows
+
+    shape = WindowShape(16, 32, 128, 128, False, 4, 4, window_rows(16, 4), "sm90")
+    assert window_config(8, shape).backend == "gluon"
+    assert window_config(8, replace(shape, rows=window_rows(24, 4))).backend == "triton"

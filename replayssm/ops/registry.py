@@ -36,7 +36,8 @@ _TREES = "Tensor? parents=None"
 _FLUSHES = "Tensor? cursors=None"
 _COPY = "Tensor(g!)? read_codes=None, Tensor(h!)? read_scales=None, Tensor(i!)? read_global=None"
 _ROUNDING = "Tensor(j!)? state_scales=None, Tensor? seeds=None, int stream=0"
-_STORED = f'{_COPY}, {_ROUNDING}, str replay="serial"'
+_FORM = 'str replay="serial", int max_committed=0'
+_STORED = f"{_COPY}, {_ROUNDING}, {_FORM}"
 
 SCHEMAS = {
     "mamba2_step": f"{_MAMBA2_IN}, {_STATE}, {_MAMBA2_RING}, {_CURSORS}, {_MAMBA2_OPTIONS}, {_TREES}, {_STORED}",
@@ -122,12 +123,14 @@ def _implementation(name: str, backend: str) -> Callable[..., None]:
 def _function(op: str, module: str, name: str, backend: str) -> Callable[..., None]:
     """A function of an op's module; optional arguments that it does not have are refused unless they are None.
 
-    A function without the chunk form replays serially, which is more than `replay` asks for.
+    A function without the chunk form replays serially, which is more than `replay` asks for; one without max_committed
+    flushes any number of rows.
     """
     source = importlib.import_module(f"replayssm.ops.{op.split('_')[0]}.{module}")
     function: Callable[..., None] = getattr(source, name)
     known = inspect.signature(function).parameters
     unknown = [name for name in _OPTIONAL if name not in known]
+    missing = [name for name in ("replay", "max_committed") if name not in known]
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> None:
@@ -137,11 +140,11 @@ def _function(op: str, module: str, name: str, backend: str) -> Callable[..., No
                 raise fail(name, what, f"{allowed} with the {backend} backend of {op}")
         if "seeds" in unknown:
             kwargs.pop("stream", None)
-        if "replay" not in known:
-            kwargs.pop("replay", None)
+        for name in missing:
+            kwargs.pop(name, None)
         function(*args, **kwargs)
 
-    return checked if unknown or "replay" not in known else function
+    return checked if unknown or missing else function
 
 
 def _on_device(name: str, backend: str) -> Callable[..., None]:

@@ -47,12 +47,14 @@ def delta_step(
     max_window_len: int,
     parents: torch.Tensor | None = None,
     replay: str = "serial",
+    max_committed: int = 0,
     config: LaunchConfig | None = None,
 ) -> None:
     """See `replayssm.ops.delta.reference.delta_step`; `config` overrides the tables of one-token steps.
 
     replay: a flush's form, "serial" (token by token, bit for bit as stepwise decoding) or "chunk" (products that are
     accurate to fp32, of 16-bit inputs; the portable kernel and tiles of less than 16 V-rows a warp replay serially).
+    max_committed: rows that a flush of a window may find, where that is more than buffer_len.
     """
     chunk = chunks(replay) and v.element_size() == 2
     rings = (ring_k, ring_v, ring_u, ring_g, ring_beta)
@@ -67,6 +69,7 @@ def delta_step(
             max_window_len=max_window_len,
             parents=parents,
             replay=replay,
+            max_committed=max_committed,
         )
         return
     _check(state, None, max_window_len)

@@ -115,11 +115,12 @@ def delta_window(
     parents: torch.Tensor | None = None,
     config: WindowConfig | None = None,
     replay: str = "serial",
+    max_committed: int = 0,
 ) -> None:
     """As `replayssm.ops.delta.reference.delta_step`; `config` overrides `window_config`.
 
     replay: a flush's form, "serial" (token by token) or "chunk" (products that are accurate to fp32); the portable
-    kernel knows the first only.
+    kernel knows the first only. max_committed: rows that a flush may find, where that is more than buffer_len.
     """
     if query_start_loc is None:
         raise fail("query_start_loc", None, "[batch + 1] int32 with windows")
@@ -127,7 +128,9 @@ def delta_window(
     if batch == 0:
         return
     kda = g.dim() == 3
-    shape = _shape(state, (ring_v, ring_u, v), ring_k.shape[1], q.dtype, kda, buffer_len, max_window_len)
+    shape = _shape(
+        state, (ring_v, ring_u, v), ring_k.shape[1], q.dtype, kda, max(buffer_len, max_committed), max_window_len
+    )
     config = config or window_config(batch, shape)
     make = _gluon if config.backend == "gluon" else _portable
     kernel, grid, options = make(state, batch, max_window_len, config)
