@@ -72,3 +72,9 @@ def is_taken(
     """Whether other programs flush a row that flushes."""
     rows, flushes = survey(slot_indices, lengths, cursors, num_rows, num_slots, pad_slot_id, buffer_len, WINDOWS)
     return gl.sum(gl.where(flushes & (rows < row), 1, 0), 0) < FLUSHERS
+
+
+@gluon.jit
+def opaque(x):
+    """x, hidden from the compiler, which would compute what follows from it before a loop and spill registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)

@@ -14,9 +14,6 @@ from replayssm.ops import triton_formats as _triton
 from replayssm.ops.gluon_encode import encode_blocks, encode_rows
 
 magnitude = gluon.jit(_triton.magnitude.fn)
-reciprocal = gluon.jit(_triton.reciprocal.fn)
-to_e4m3 = gluon.jit(_triton.to_e4m3.fn)
-from_e4m3 = gluon.jit(_triton.from_e4m3.fn)
 encode_int8 = gluon.jit(_triton.encode_int8.fn)
 largest_finite = gluon.jit(_triton.largest_finite.fn)
 global_scale = gluon.jit(_triton.global_scale.fn)
@@ -24,6 +21,12 @@ encode_nvfp4 = gluon.jit(_triton.encode_nvfp4.fn)
 encode_nvfp4_exactly = gluon.jit(_triton.encode_nvfp4_numbers.fn)
 
 E2M1_UNIT = gl.constexpr(16384.0)  # `halves_of_e2m1` times this are the codes' values
+
+
+@gluon.constexpr_function
+def scales_a_row(read, k_dim):
+    """Block scales of a row; fp8's scale is the row's."""
+    return {"bf16": 0, "int8": k_dim // 32, "fp8": 1, "nvfp4": k_dim // 16}[read]
 
 
 @gluon.jit

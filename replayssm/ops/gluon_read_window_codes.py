@@ -16,12 +16,6 @@ from replayssm.ops.gluon_window_parts import columns_shared, mma_layout
 
 
 @gluon.constexpr_function
-def scales_a_row(read, k_dim):
-    """Block scales of a row; fp8's scale is the row's."""
-    return {"bf16": 0, "int8": k_dim // 32, "fp8": 1, "nvfp4": k_dim // 16}[read]
-
-
-@gluon.constexpr_function
 def codes_a_row(read, k_dim):
     """Elements of the codes' dtype in a row."""
     return k_dim // 2 if read == "nvfp4" else k_dim

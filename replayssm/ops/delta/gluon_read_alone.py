@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.ops.delta.gluon_read_flush import flush_rows
-from replayssm.ops.delta.gluon_read_part import scales_a_row
 from replayssm.ops.delta.gluon_read_warp import read_heads_alone
+from replayssm.ops.gluon_formats import scales_a_row
 
 
 @gluon.jit(do_not_specialize=["num_slots", "ring_len", "buffer_len", "pad_slot_id", "batch"])

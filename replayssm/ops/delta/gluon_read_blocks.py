@@ -10,11 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from replayssm.ops.delta.gluon_read_encode import larger, squared_error, to_e4m3_and_back
+from replayssm.ops.delta.gluon_read_encode import squared_error
 from replayssm.ops.delta.gluon_read_lean import encode_int8, encode_nvfp4
-from replayssm.ops.delta.gluon_read_renew import row_scale
 from replayssm.ops.gluon_chunk import PIECE, from_pieces, in_chunk_order, split3, to_pieces
-from replayssm.ops.gluon_formats import from_e4m3, to_e4m3
+from replayssm.ops.gluon_encode import from_e4m3, larger, row_scale, to_e4m3, to_e4m3_and_back
 
 COLUMNS = gl.constexpr(8)
 

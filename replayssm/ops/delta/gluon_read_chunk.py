@@ -10,8 +10,9 @@ from replayssm.ops.delta.gluon_chunk_gdn import chunk_tables, load_keys, solve_o
 from replayssm.ops.delta.gluon_chunk_kda import kda_chunk_tables
 from replayssm.ops.delta.gluon_common import barrier, inverse_norm, log_decay, row_of, sigmoid, wrap
 from replayssm.ops.delta.gluon_read_blocks import COLUMNS, chunk_width, stage_columns
-from replayssm.ops.delta.gluon_read_head import flush_tiles, opaque
+from replayssm.ops.delta.gluon_read_head import flush_tiles
 from replayssm.ops.gluon_chunk import num_parts, rows_shared
+from replayssm.ops.gluon_flushers import opaque
 from replayssm.ops.gluon_window_parts import mma_layout
 
 

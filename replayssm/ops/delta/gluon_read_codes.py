@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replayssm.ops.delta.gluon_common import PUBLIC_REINTERPRET
-from replayssm.ops.gluon_formats import from_e4m3
+from replayssm.ops.gluon_encode import from_e4m3
 from replayssm.ops.gluon_window_parts import mma_layout
 
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 {{{1}}}, {{{2}}}, {{{3}}}, {{{1}}};"

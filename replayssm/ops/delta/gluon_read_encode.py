@@ -4,49 +4,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language import PropagateNan
 
 from replayssm.ops import triton_formats as _triton
-from replayssm.ops.gluon_formats import from_e4m3, reciprocal, to_e4m3
+from replayssm.ops.gluon_encode import from_e4m3, larger, reciprocal, to_e4m3
 
 nearest_integer = gluon.jit(_triton.nearest_integer.fn)
 squared_error = gluon.jit(_triton.squared_error.fn)
-NAN_WINS = gl.constexpr(PropagateNan.ALL)
-
-
-@gluon.jit
-def larger(a, b):
-    """The larger of two numbers that are not negative; NaN if one is."""
-    return gl.maximum(a, b, propagate_nan=NAN_WINS)
-
-
-@gluon.jit
-def to_e4m3_and_back(x):
-    """e4m3 bytes nearest to x, saturating, and their fp32 values.
-
-    The bytes are put together by arithmetic: where they are moved together, ptxas 12.8 reads values from a register
-    that does not hold them yet.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b16 h, g, a, b;
-        .reg .b32 u, v;
-        cvt.rn.satfinite.e4m3x2.f32 h, $6, $5;
-        cvt.rn.satfinite.e4m3x2.f32 g, $8, $7;
-        cvt.rn.f16x2.e4m3x2 u, h;
-        cvt.rn.f16x2.e4m3x2 v, g;
-        mov.b32 {a, b}, u;
-        cvt.f32.f16 $1, a;
-        cvt.f32.f16 $2, b;
-        mov.b32 {a, b}, v;
-        cvt.f32.f16 $3, a;
-        cvt.f32.f16 $4, b;
-        cvt.u32.u16 u, h;
-        cvt.u32.u16 v, g;
-        mad.lo.u32 $0, v, 65536, u;
-        }""",
-        "=&r,=&f,=&f,=&f,=&f,r,r,r,r", [x], dtype=(gl.uint8, gl.float32), is_pure=True, pack=4,
-    )  # fmt: skip
 
 
 @gluon.jit

@@ -20,7 +20,8 @@ from replayssm.ops.delta.gluon_common import (
 from replayssm.ops.delta.gluon_layouts import scores_layout, tile_layout
 from replayssm.ops.delta.gluon_read_chunk import flush_heads
 from replayssm.ops.delta.gluon_read_renew import CHUNK, renew_tile, round_fp8, stage_tile, staged_layout, tile_most
-from replayssm.ops.gluon_formats import from_e4m3, global_scale
+from replayssm.ops.gluon_encode import from_e4m3
+from replayssm.ops.gluon_formats import global_scale
 
 
 @gluon.jit

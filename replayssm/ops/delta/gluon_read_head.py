@@ -8,7 +8,6 @@ from triton.experimental.gluon import language as gl
 
 from replayssm.ops.delta.gluon_common import wrap
 from replayssm.ops.delta.gluon_read_blocks import COLUMNS, add_products, encode_nvfp4_chunk, row_most
-from replayssm.ops.delta.gluon_read_encode import larger
 from replayssm.ops.delta.gluon_read_renew import most
 from replayssm.ops.delta.gluon_read_tile import (
     chunk_of,
@@ -21,13 +20,9 @@ from replayssm.ops.delta.gluon_read_tile import (
     store_pieces,
     store_tile,
 )
+from replayssm.ops.gluon_encode import larger
+from replayssm.ops.gluon_flushers import opaque
 from replayssm.ops.gluon_formats import global_scale, largest_finite
-
-
-@gluon.jit
-def opaque(x):
-    """x, of which the compiler knows nothing: what follows from it is not computed ahead of a loop and kept."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
 @gluon.jit

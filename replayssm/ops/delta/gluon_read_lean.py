@@ -5,8 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.delta.gluon_read_encode import larger, nearest_integer, squared_error
-from replayssm.ops.gluon_formats import from_e4m3, reciprocal, to_e4m3
+from replayssm.ops.delta.gluon_read_encode import nearest_integer, squared_error
+from replayssm.ops.gluon_encode import from_e4m3, larger, pack_codes, reciprocal, round_e2m1, to_e4m3
 
 
 @gluon.jit
@@ -29,51 +29,6 @@ def encode_int8(x):
 
 
 @gluon.jit
-def nearest_code(a):
-    """The nearest of E2M1's magnitudes, times 2^-14, to 0 <= a < 7 * 2^-14, ties to the even code.
-
-    2^22 times the larger of a and 2 * 2^-14 is a number whose last place is a step of E2M1 at a.
-    """
-    large = gl.maximum(a, 0.0001220703125)
-    return gl.fma(large, 4194304.0, gl.fma(large, -4194304.0, a))
-
-
-@gluon.jit
-def packed_codes(low, high, keep):
-    """Bytes of the E2M1 codes of signed values / 2^14, the first one's in the low half; keep: -1, or 0 for codes of 0.
-
-    Two numbers a register, four apart in the word: as fp16 such a number is its code's bits `s 0 0 0 e e m 0 ...`.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c, d, t;
-        cvt.rn.f16x2.f32 a, $3, $1;
-        cvt.rn.f16x2.f32 b, $7, $5;
-        cvt.rn.f16x2.f32 c, $4, $2;
-        cvt.rn.f16x2.f32 d, $8, $6;
-        shr.u32 t, a, 3;
-        lop3.b32 a, t, a, 0x10001000, 0xCA;
-        shr.u32 t, b, 3;
-        lop3.b32 b, t, b, 0x10001000, 0xCA;
-        shr.u32 t, c, 3;
-        lop3.b32 c, t, c, 0x10001000, 0xCA;
-        shr.u32 t, d, 3;
-        lop3.b32 d, t, d, 0x10001000, 0xCA;
-        shr.u32 a, a, 9;
-        shr.u32 b, b, 5;
-        shr.u32 c, c, 1;
-        shl.b32 d, d, 3;
-        and.b32 a, a, 0x000F000F;
-        lop3.b32 a, b, 0x00F000F0, a, 0xEA;
-        lop3.b32 a, c, 0x0F000F00, a, 0xEA;
-        lop3.b32 a, d, 0xF000F000, a, 0xEA;
-        and.b32 $0, a, $9;
-        }""",
-        "=r,r,r,r,r,r,r,r,r,r,r,r,r", [low, high, keep], dtype=gl.uint8, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
 def any_of(x):
     """Whether any element of [V, n] is true, as 0 or 1 for the whole program."""
     return gl.max(gl.max(x.to(gl.int32), 1), 0)
@@ -82,7 +37,7 @@ def any_of(x):
 @gluon.jit
 def squared_errors(a, unit, full):
     """Sums over blocks of 16 of the squared errors of |x| with a scale: fp32, of a [V, n, 16]; unit, full [V, n]."""
-    q = nearest_code(a * gl.expand_dims(unit * 0.00006103515625, 2))
+    q = round_e2m1(a * gl.expand_dims(unit * 0.00006103515625, 2))
     q, minus = gl.broadcast(q, gl.expand_dims(full * -1.0, 2))
     off = gl.fma(q, minus, a)
     return gl.sum(off * off, 2)
@@ -91,9 +46,9 @@ def squared_errors(a, unit, full):
 @gluon.jit
 def second_is_better(a, unit_1, unit_2, full_1, full_2):
     """Whether the second scale has the lower squared error by the format's integer sums [V, n]; a is finite."""
-    q_1 = nearest_code(gl.minimum(a * gl.expand_dims(unit_1 * 0.00006103515625, 2), 0.0003662109375))
+    q_1 = round_e2m1(gl.minimum(a * gl.expand_dims(unit_1 * 0.00006103515625, 2), 0.0003662109375))
     # No element is past six of the second scale, however that was rounded.
-    q_2 = nearest_code(a * gl.expand_dims(unit_2 * 0.00006103515625, 2))
+    q_2 = round_e2m1(a * gl.expand_dims(unit_2 * 0.00006103515625, 2))
     q_1, minus_1 = gl.broadcast(q_1, gl.expand_dims(full_1 * -1.0, 2))
     q_2, minus_2 = gl.broadcast(q_2, gl.expand_dims(full_2 * -1.0, 2))
     off_1 = gl.fma(q_1, minus_1, a) * gl.expand_dims(unit_1 * 1024.0, 2)
@@ -145,7 +100,7 @@ def encode_nvfp4(x, scale, inverse_scale):
         most = gl.expand_dims(gl.where(better, float("inf"), full_1 * 0.0003662109375), 2)
         x = gl.where(gl.abs(x) > most, gl.where(x > 0.0, most, most * -1.0), x)
     unit = gl.where(better, unit_2, unit_1)
-    q = nearest_code(gl.abs(x) * gl.expand_dims(unit * 0.00006103515625, 2))
+    q = round_e2m1(gl.abs(x) * gl.expand_dims(unit * 0.00006103515625, 2))
     sign = x.to(gl.int32, bitcast=True) & -0x80000000
     signed = (q.to(gl.int32, bitcast=True) | sign).to(gl.float32, bitcast=True)
     full = gl.where(finite, gl.where(better, full_2, full_1), float("nan"))
@@ -153,4 +108,4 @@ def encode_nvfp4(x, scale, inverse_scale):
     scales = gl.where(finite, gl.where(better, byte_2, byte_1), 0x7F).to(gl.uint8)
     keep, _ = gl.broadcast(gl.expand_dims(gl.where(finite, -1, 0), 2), signed)
     keep, _ = gl.split(gl.reshape(keep, [V, BLOCKS * 8, 2]))
-    return packed_codes(low, high, keep), scales, signed, full
+    return pack_codes(low, high, keep), scales, signed, full

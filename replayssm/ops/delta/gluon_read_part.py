@@ -19,12 +19,8 @@ from replayssm.ops.delta.gluon_read_codes import (
     words_a_row,
 )
 from replayssm.ops.delta.gluon_read_scores import read_scalar, read_vector
+from replayssm.ops.gluon_formats import scales_a_row
 from replayssm.ops.gluon_window_parts import copy_to_shared, mma_layout
-
-
-@gluon.constexpr_function
-def scales_a_row(read, k_dim):
-    return {"bf16": 0, "int8": k_dim // 32, "fp8": 1, "nvfp4": k_dim // 16}[read]
 
 
 @gluon.jit

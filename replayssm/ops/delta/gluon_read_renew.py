@@ -5,12 +5,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops import triton_formats as _triton
 from replayssm.ops.delta.gluon_common import barrier, row_of
-from replayssm.ops.delta.gluon_read_encode import encode_nvfp4, larger, squared_error, to_e4m3_and_back
-from replayssm.ops.gluon_formats import encode_int8, from_e4m3, largest_finite, to_e4m3
+from replayssm.ops.delta.gluon_read_encode import encode_nvfp4, squared_error
+from replayssm.ops.gluon_encode import from_e4m3, larger, row_scale, to_e4m3, to_e4m3_and_back
+from replayssm.ops.gluon_formats import encode_int8, largest_finite
 
-row_scale = gluon.jit(_triton.row_scale.fn)
 CHUNK = gl.constexpr(32)  # columns that are encoded at once
 
 

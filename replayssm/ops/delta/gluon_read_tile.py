@@ -9,7 +9,7 @@ from replayssm.ops.delta.gluon_chunk_gdn import replay_piece, seen_by_rows
 from replayssm.ops.delta.gluon_common import wrap
 from replayssm.ops.delta.gluon_read_blocks import add_products, encode_int8_chunk, offsets, store_chunk, store_fp8
 from replayssm.ops.gluon_chunk import PIECE, chunk_layout, from_pieces, left_parts, products, split3, to_pieces
-from replayssm.ops.gluon_formats import from_e4m3
+from replayssm.ops.gluon_encode import from_e4m3
 from replayssm.ops.gluon_window_parts import mma_layout
 
 

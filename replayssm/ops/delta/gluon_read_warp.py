@@ -20,9 +20,10 @@ from replayssm.ops.delta.gluon_read_codes import (
     words_a_row,
 )
 from replayssm.ops.delta.gluon_read_pairs import load_pairs, scale_pair_sums
-from replayssm.ops.delta.gluon_read_part import far, ring_gates, scales_a_row, token_gates, view_as_3d
+from replayssm.ops.delta.gluon_read_part import far, ring_gates, token_gates, view_as_3d
 from replayssm.ops.delta.gluon_read_warp_scores import read_scalar, read_vector
 from replayssm.ops.gluon_chunk import rows_shared
+from replayssm.ops.gluon_formats import scales_a_row
 from replayssm.ops.gluon_window_parts import copy_to_shared, mma_layout
 
 

@@ -11,7 +11,7 @@ from replayssm.ops.delta.gluon_read_chunk import flush_heads
 from replayssm.ops.delta.gluon_read_flush import flush_head
 from replayssm.ops.delta.gluon_read_renew import CHUNK, staged_layout
 from replayssm.ops.delta.gluon_read_window_row import read_row
-from replayssm.ops.gluon_read_window_codes import scales_a_row
+from replayssm.ops.gluon_formats import scales_a_row
 from replayssm.ops.gluon_read_window_rows import rank_of_rows
 
 

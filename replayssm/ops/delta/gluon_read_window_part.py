@@ -17,7 +17,7 @@ from replayssm.ops.delta.gluon_window_kda import (
     vector_decays,
 )
 from replayssm.ops.delta.gluon_window_rows import append_keys, gates_layout, load_columns, load_keys, stage_rows
-from replayssm.ops.gluon_formats import E2M1_UNIT
+from replayssm.ops.gluon_formats import E2M1_UNIT, scales_a_row
 from replayssm.ops.gluon_read_window_codes import (
     allocate_columns,
     codes_a_row,
@@ -25,7 +25,6 @@ from replayssm.ops.gluon_read_window_codes import (
     load_operands,
     load_scales,
     multiply,
-    scales_a_row,
     stage_columns,
     staging_layout,
 )

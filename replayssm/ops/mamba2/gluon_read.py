@@ -11,16 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from replayssm.ops.gluon_flushers import opaque
 from replayssm.ops.mamba2.gluon_append import append_token
 from replayssm.ops.mamba2.gluon_read_flush import rows_to_flush
 from replayssm.ops.mamba2.gluon_read_head import flush_head
 from replayssm.ops.mamba2.gluon_read_program import read_program
-
-
-@gluon.jit
-def opaque(x):
-    """x, hidden from the compiler, which would compute what follows from it before a loop and spill registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

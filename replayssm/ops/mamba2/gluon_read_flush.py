@@ -5,8 +5,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.gluon_encode import encode_rows
-from replayssm.ops.gluon_formats import encode_int8, encode_nvfp4_numbers, from_e4m3
+from replayssm.ops.gluon_encode import encode_rows, from_e4m3
+from replayssm.ops.gluon_formats import encode_int8, encode_nvfp4_numbers
 from replayssm.ops.gluon_window_parts import wrap
 from replayssm.ops.mamba2.gluon_names import view
 

@@ -7,8 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replayssm.ops.gluon_chunk import num_parts, rows_shared
-from replayssm.ops.gluon_encode import encode_rows, larger, largest_row
-from replayssm.ops.gluon_formats import from_e4m3, global_scale, largest_finite
+from replayssm.ops.gluon_encode import encode_rows, from_e4m3, larger, largest_row
+from replayssm.ops.gluon_formats import global_scale, largest_finite
 from replayssm.ops.mamba2.gluon_names import barrier
 from replayssm.ops.mamba2.gluon_parts import load_timestep
 from replayssm.ops.mamba2.gluon_read_chunk import PIECE, chunk_band_layout, replay_band, stage_chunk

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from replayssm.ops.gluon_formats import from_e4m3
+from replayssm.ops.gluon_encode import from_e4m3
 from replayssm.ops.gluon_window_parts import copy_to_shared, mma_layout
 from replayssm.ops.mamba2.gluon_read_state import block_of, multiply, operand_layout, row_bytes
 

@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from replayssm.ops.gluon_formats import from_e4m3, half_of_e4m3, half_of_int8, halves_of_e2m1
+from replayssm.ops.gluon_encode import from_e4m3
+from replayssm.ops.gluon_formats import half_of_e4m3, half_of_int8, halves_of_e2m1
 from replayssm.ops.gluon_window_parts import columns_shared, mma_layout
 
 

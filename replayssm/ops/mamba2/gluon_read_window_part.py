@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from replayssm.ops.delta.gluon_read_scores import power_near
-from replayssm.ops.gluon_formats import E2M1_UNIT
+from replayssm.ops.gluon_formats import E2M1_UNIT, scales_a_row
 from replayssm.ops.gluon_read_window_codes import (
     allocate_columns,
     codes_a_row,
@@ -19,7 +19,6 @@ from replayssm.ops.gluon_read_window_codes import (
     load_operands,
     load_scales,
     multiply,
-    scales_a_row,
     stage_columns,
     staging_layout,
 )
