@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,3 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seed() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers share a GPU: none may sit on what its last test allocated."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        torch.cuda.empty_cache()

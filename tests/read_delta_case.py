@@ -25,9 +25,14 @@ from replayssm.cursors import NUM_COMMITTED, flush_mask
 from replayssm.ops.delta import torch_ops
 from replayssm.quant import QuantizedState, dequantize
 
-# What another order of summation changes in a checkpoint: elements that round to the other side, at most one in 64 (an
-# eighth of the format's rounding error).
-OTHER_ORDER = {torch.float32: 1e-5, torch.float16: 3e-5, torch.bfloat16: 2e-4, torch.float8_e4m3fn: 3e-3}
+# What another order of summation changes in a checkpoint. In fp32: two kernels, a window of 16 tokens, five roundings
+# each. A shift d before rounding to a coarser format moves an element by a unit eps with a chance of d / eps, so by the
+# root of d eps in the Euclidean norm; an e4m3 code's scale shifts too.
+SHIFT = 2 * 16 * 5 * 2.0**-24
+OTHER_ORDER = {torch.float32: SHIFT} | {
+    dtype: SHIFT + (2 * SHIFT * torch.finfo(dtype).eps) ** 0.5
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+}
 
 
 def new_read_layer(

@@ -26,7 +26,7 @@ from delta_case import (
     run_stepwise,
 )
 
-from replayssm.ops.delta import configs, reference
+from replayssm.ops.delta import configs, reference, torch_ops
 
 pytestmark = pytest.mark.gpu
 pytest.importorskip("triton")
@@ -50,8 +50,10 @@ SHAPES = {
 }
 # An output is rounded once to its dtype, and reads u rounded likewise; fp32 sums some 300 terms.
 OUT = {BF16: 5e-3, FP16: 6e-4, FP32: 5e-6}
-# A checkpoint's roundings add up over the windows of a test; fp32 errors stay at a few units in the last place.
-STATE = {FP32: 5e-6, BF16: 8e-3, FP16: 1e-3}
+# Errors of an fp32 checkpoint stay at a few units in the last place. Those of a coarser one are its roundings, once a
+# window, which the reference in the same format makes too; no kernel may be further off than by a tenth.
+STATE = 5e-6
+SAME_FORMAT = 1.1
 TILES = [(key[0], key[1], config) for key, table in configs.STEP.items() for _, config in table]
 
 
@@ -76,17 +78,22 @@ def some_layer(
 
 def check_steps(dims: Dims, batch: int, steps: int, **more: Any) -> None:
     layer, slots, owned, generator = some_layer(dims, batch)
-    exact = copy_of(layer, torch.float64)
+    exact, rounded = copy_of(layer, torch.float64), copy_of(layer)
     real = (slots >= 0) & (slots < batch + 3)
     for _ in range(steps):
         tokens = new_tokens(dims, batch, generator, "cuda")
         out = run_step(launch().delta_step, dims, layer, tokens, slots, **more)
         expected = run_step(reference.delta_step, dims, exact, tokens, slots)
         assert out[~real].abs().sum() == 0
-        assert error(out[real], expected[real]) < OUT[dims.act] + STATE[dims.checkpoint] * (dims.checkpoint != FP32)
-        for pool in (layer, exact):
+        tolerance = OUT[dims.act]
+        if dims.checkpoint != FP32:
+            same = run_step(torch_ops.delta_step, dims, rounded, tokens, slots)
+            tolerance += SAME_FORMAT * error(same[real], expected[real])
+        assert error(out[real], expected[real]) < tolerance
+        for pool in (layer, exact, rounded):
             commit_one(dims, pool, slots)
-    assert error(layer["state"][owned], exact["state"][owned]) < STATE[dims.checkpoint]
+    allowed = STATE if dims.checkpoint == FP32 else SAME_FORMAT * error(rounded["state"][owned], exact["state"][owned])
+    assert error(layer["state"][owned], exact["state"][owned]) < allowed
     rest = [slot for slot in range(batch + 3) if slot not in owned]
     assert all(layer[name][rest].isnan().all() for name in (*RINGS, "state"))
 
@@ -133,7 +140,7 @@ def test_a_lowered_buffer_flushes_whatever_is_committed() -> None:
         assert error(out, expected) < OUT[BF16]
         for pool in (layer, exact):
             commit_one(QWEN, pool, slots, buffer_len)
-    assert error(layer["state"][owned], exact["state"][owned]) < STATE[FP32]
+    assert error(layer["state"][owned], exact["state"][owned]) < STATE
 
 
 @pytest.mark.parametrize("dims", [QWEN, KIMI], ids=["qwen", "kimi"])
