@@ -1,4 +1,7 @@
-"""One vLLM engine with dummy weights: GPU-busy and wall time of a decode step, by batch. `serve.py` runs it."""
+"""One vLLM engine with dummy weights: GPU-busy and wall time of a decode step, by batch. `serve.py` runs it.
+
+python benchmarks/serve_engine.py FOLDER  # with spec.json; makes ready, waits for go, writes result.json
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,16 @@ from typing import Any
 
 DELAY = 12  # steps before a profile starts: by then every prompt is read and the batch is whole
 STEPS = 31
+COUNTS = "vllm:spec_decode_num"
 LONGEST, NAME = 40, 120  # kernels that a result lists, and letters of a name
 
 
 def arguments(spec: dict[str, Any], traces: Path) -> dict[str, Any]:
-    """Arguments of vllm.LLM: no checkpoint, no tokenizer, CUDA graphs at powers of two."""
-    largest = max(spec["batches"])
-    sizes = [2**i for i in range(20) if 2**i <= largest * (1 + spec["draft_tokens"])]
+    """Arguments of vllm.LLM: no checkpoint, no tokenizer, CUDA graphs of the batches that are measured."""
+    sizes = sorted(batch * (1 + spec["draft_tokens"]) for batch in spec["batches"])
+    memory = {"gpu_memory_utilization": spec["gpu_fraction"]}
+    if spec["kv_gib"]:  # engines that share a GPU cannot each take a fraction of what they find free
+        memory = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": int(spec["kv_gib"] * 2**30)}
     profiler = {
         "profiler": "torch",
         "torch_profiler_dir": str(traces),
@@ -35,10 +41,11 @@ def arguments(spec: dict[str, Any], traces: Path) -> dict[str, Any]:
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
-        "max_model_len": 1024,
-        "max_num_seqs": largest,
+        "max_model_len": spec["max_model_len"],
+        "max_num_seqs": max(spec["batches"]),
         "enable_prefix_caching": False,
-        "gpu_memory_utilization": spec["gpu_fraction"],
+        "disable_log_stats": not spec["draft_tokens"],
+        **memory,
         "compilation_config": {"cudagraph_capture_sizes": sizes},
         "profiler_config": profiler,
         **spec["llm"],
@@ -94,6 +101,7 @@ class Bench:
     def measure(self, batch: int) -> dict[str, Any]:
         """GPU-busy ms a step from a profile of steady steps; wall ms a token of a request from two lengths."""
         self.generate(batch, 8)
+        before = self.drafted()
         wall = (self.generate(batch, 128) - self.generate(batch, 32)) / 96 * 1e3
         name = f"batch{batch}"
         self.llm.start_profile(name, delay_iterations=DELAY, max_iterations=STEPS)
@@ -101,22 +109,45 @@ class Bench:
         self.llm.stop_profile()
         time.sleep(1)  # the engine's process writes the trace
         trace = max(self.traces.glob(f"{name}_*.json*"), key=os.path.getmtime)
-        return {"batch": batch, "wall_ms": wall, **read_trace(trace)}
+        windows, taken = (now - then for now, then in zip(self.drafted(), before, strict=True))
+        accepted = 1.0 + (taken / windows if windows else 0.0)
+        return {"batch": batch, "accepted": accepted, "wall_ms": wall, **read_trace(trace)}
+
+    def drafted(self) -> tuple[int, int]:
+        """So far: windows with drafts, and drafts that were accepted."""
+        if not self.config.speculative_config:
+            return 0, 0
+        counts = {metric.name: metric.value for metric in self.llm.get_metrics() if hasattr(metric, "value")}
+        return counts.get(f"{COUNTS}_drafts", 0), counts.get(f"{COUNTS}_accepted_tokens", 0)
 
     def concurrency(self) -> float:
         """How many requests of `max_model_len` the memory holds, as vLLM's log says; 0 if this vLLM does not tell."""
         return float(getattr(self.config.cache_config, "kv_cache_max_concurrency", None) or 0)
 
+    def blocks(self) -> dict[str, int]:
+        """Blocks of the cache, and the tokens that an attention block holds."""
+        cache = self.config.cache_config
+        return {"number": cache.num_gpu_blocks or 0, "tokens": cache.block_size}
+
+
+def wait_for_turn(folder: Path) -> None:
+    """Other engines may start or measure on the same GPU."""
+    (folder / "ready").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.1)
+
 
 def main() -> None:
-    spec = json.loads(Path(sys.argv[1]).read_text())
+    work = Path(sys.argv[1])
+    spec = json.loads((work / "spec.json").read_text())
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(spec, Path(folder))
-        bench.generate(max(spec["batches"]), 8)
-        result: dict[str, Any] = {"concurrency": bench.concurrency(), "steps": []}
+        result: dict[str, Any] = {"concurrency": bench.concurrency(), "blocks": bench.blocks(), "steps": []}
+        wait_for_turn(work)
         for batch in spec["batches"]:
             result["steps"].append(bench.measure(batch))
-            Path(sys.argv[2]).write_text(json.dumps(result))  # what was measured outlives an engine that fails later
+            (work / "part.json").write_text(json.dumps(result))
+            (work / "part.json").replace(work / "result.json")  # outlives an engine that fails later
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 
 RING_START, NUM_COMMITTED, WINDOW_LIMIT, NUM_FLUSHES = range(4)
 NO_LIMIT = 2**31 - 1
+SPREAD_FROM = 64  # slots from which on the rows of a cache flush at different steps, unless a plan says otherwise
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,36 @@ def commit_rows(
     ).to(torch.int32)
     # Adding differences lets pad rows point at slot 0 and add nothing, with no shape that depends on data.
     cursors.index_add_(0, slots, torch.where(real[:, None], then - now, 0))
+
+
+def follow_windows(
+    cursors: torch.Tensor,
+    pending: torch.Tensor,
+    slot_indices: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
+    *,
+    window_len: int = 1,
+    buffer_len: int,
+    ring_len: int,
+    pad_slot_id: int,
+) -> torch.Tensor:
+    """Commit where acceptance is known one step late: `commit_rows` of the windows before these, which it remembers.
+
+    pending [num_slots] int32 holds the length of every slot's last window and gets that of this one: from
+    query_start_loc, or `window_len`. num_accepted_tokens counts tokens of the last window (None: all of it).
+    Returns slot_indices (any stride) as a contiguous tensor.
+    """
+    slots = slot_indices.contiguous()
+    real = real_slots(slots, len(cursors), pad_slot_id)
+    index = torch.where(real, slots, 0).long()
+    last = torch.where(real, pending[index], 0)
+    starts = torch.nn.functional.pad(last.cumsum(0, dtype=torch.int32), (1, 0))
+    rows = (slots, starts, num_accepted_tokens, None)
+    commit_rows(cursors, *rows, buffer_len=buffer_len, ring_len=ring_len, pad_slot_id=pad_slot_id)
+    lens = torch.full_like(last, window_len) if query_start_loc is None else query_start_loc.diff()
+    pending.index_add_(0, index, torch.where(real, lens - last, 0))
+    return slots
 
 
 def path_lens(paths: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,11 @@ import torch
 from replayssm import routes, traffic
 from replayssm.checks import ReplayError, check_choice, check_int
 from replayssm.config import LayerSpec
+from replayssm.cursors import SPREAD_FROM
 from replayssm.formats import CHECKPOINT_FORMATS, READ_FORMATS
 from replayssm.plan_checks import check_device, check_layers, check_read, check_replay, choose_backend
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
-SPREAD_FROM = 64
 ROUTES = ("auto", "replay", "stepwise")
 ROUNDINGS = ("nearest", "stochastic")
 MAX_BUFFER_LEN = 256
@@ -34,8 +34,8 @@ class Plan:
     activation: dtype of the layers' inputs and outputs. backend: "auto" takes torch on a CPU and triton on a GPU.
     spread_flushes: shorten first windows so that requests which start together flush at different steps; None: in
     caches of at least 64 slots, since in small batches a flush has too few other rows' reads to hide under.
-    route: "replay" takes every step through the ring, "stepwise" none; "auto" lets batches of up to `stepwise_batch`
-    rows decode stepwise, where the kernels' tables say that this is faster.
+    route: "replay" takes every step through the ring, "stepwise" none; "auto" takes what is faster: the ring, at every
+    batch that was measured.
     replay: how flushes run the recurrence over the ring. "serial" does it token by token, bit for bit as stepwise
     decoding does; "chunk" lets GPU kernels take all rows together, by products that are accurate to fp32; "auto" takes
     serial where bit equality is promised (`replay_form`).
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def stepwise_batch(self) -> int:
-        """Largest batch that decodes stepwise; drafts need the ring, and a 16-bit state is rounded less often by it."""
+        """Largest batch that decodes stepwise; see `route`."""
         return routes.stepwise_batch(self)
 
     def kernels(self, batch: int) -> dict[str, str]:

@@ -1,8 +1,7 @@
-"""What runs a plan: which formats its backend serves, which batches decode stepwise, which kernels a batch gets."""
+"""What runs a plan: which formats its backend serves, how its flushes replay, which kernels a batch gets."""
 
 from __future__ import annotations
 
-import functools
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -61,26 +60,8 @@ def is_special(checkpoint: str, read: str, rounding: str) -> bool:
 
 
 def stepwise_batch(plan: Plan) -> int:
-    """Largest batch that decodes stepwise; drafts need the ring, and a 16-bit state is rounded less often by it."""
-    if plan.route != "auto":
-        return 2**31 if plan.route == "stepwise" else 0
-    on_gpu = plan.backend == "triton" and torch.device(plan.device).type == "cuda" and torch.cuda.is_available()
-    reads_copies = any(plan.read_format(spec.layer_idx) != "none" for spec in plan.layers)
-    if not on_gpu or plan.num_draft_tokens or plan.checkpoint != "fp32" or reads_copies:
-        return 0
-    return _largest_stepwise_batch(plan)
-
-
-@functools.cache
-def _largest_stepwise_batch(plan: Plan) -> int:
-    """Up to which batch every layer decodes faster stepwise."""
-    device, largest = torch.device(plan.device), 0
-    while largest < 1024 and all(
-        launch_module(spec.family).stepwise_wins(plan.checkpoint_dtype, largest + 1, spec, device, plan.ring_len)
-        for spec in plan.layers
-    ):
-        largest += 1
-    return largest
+    """Largest batch that decodes stepwise: any if the user says so, else none, since the ring was faster at each."""
+    return 2**31 if plan.route == "stepwise" else 0
 
 
 def kernels(plan: Plan, batch: int) -> dict[str, str]:
@@ -115,7 +96,7 @@ def _kernel(plan: Plan, spec: LayerSpec, read: str, batch: int) -> str:
         options |= {"buffer_len": plan.buffer_len, "max_window_len": plan.max_window_len}
         return f"{one_token}; windows: {windows.window_route(spec, **options)}"
     launch = launch_module(spec.family)
-    one_token = str(launch.route(plan.checkpoint_dtype, batch, spec, device, plan.ring_len))
+    one_token = str(launch.route(plan.checkpoint_dtype, batch, spec, device, plan.ring_len, replay_form(plan, spec)))
     if not plan.num_draft_tokens or not hasattr(launch, "window_route"):
         return one_token
     dims = (plan.buffer_len, plan.max_window_len, plan.activation)

@@ -66,6 +66,28 @@ def test_commits(kind: str, pad: int) -> None:
         assert torch.equal(mine.cpu(), cursors)
 
 
+@pytest.mark.parametrize("pad", [-1, 0])
+@pytest.mark.parametrize("kind", ["all", "counts", "one length"])
+def test_windows_are_followed(kind: str, pad: int) -> None:
+    """Windows are committed with the next ones, whose slots need not lie together; a third time shows `pending`."""
+    pick = random.Random(pad)
+    for _ in range(12):
+        cursors, pending = some_cursors(pick), torch.zeros(NUM_SLOTS, dtype=torch.int32)
+        mine, my_pending = placed(cursors, pending)
+        options = OPTIONS | {"pad_slot_id": pad, "window_len": pick.choice([0, 1])}
+        for _ in range(3):
+            slots, starts, lens = some_rows(pick, pad)
+            table = torch.stack([slots, torch.full_like(slots, 3)], 1)
+            counts = torch.tensor([pick.randint(-1, n + 1) for n in lens], dtype=torch.int32)
+            rows = (None if kind == "one length" else starts, counts if kind == "counts" else None)
+            on_device = placed(table, *rows)
+            given = torch_cursors.follow_windows(cursors, pending, table[:, 0], *rows, **options)
+            found = commit_launch.follow_windows(mine, my_pending, on_device[0][:, 0], *on_device[1:], **options)
+            assert torch.equal(found.cpu(), slots) and torch.equal(given, slots) and found.is_contiguous()
+            assert torch.equal(mine.cpu(), cursors)
+            assert torch.equal(my_pending.cpu(), pending)
+
+
 def test_commits_of_many_rows_and_of_none() -> None:
     num_slots = 300
     cursors = torch.stack([torch.arange(num_slots) % RING_LEN, torch.arange(num_slots) % 9], 1)

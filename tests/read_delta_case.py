@@ -35,6 +35,20 @@ OTHER_ORDER = {torch.float32: SHIFT} | {
 }
 
 
+def check_other_order(layer: Tensors, want: Tensors, slot: int) -> None:
+    """Raises unless a slot's checkpoint is `want`'s up to the order of sums.
+
+    A row of e4m3 whose two scales serve it alike may get the other one: one in a hundred, each within both roundings.
+    """
+    got, expected = checkpoint(layer)[slot], checkpoint(want)[slot]
+    if "state_scales" in layer:
+        others = (layer["state_scales"][slot] / want["state_scales"][slot] - 1).abs() > 2.0**-3
+        assert others.float().mean() <= 0.01
+        assert not others.any() or error(got[others], expected[others]) < torch.finfo(torch.float8_e4m3fn).eps
+        got, expected = got.where(~others[..., None], 0), expected.where(~others[..., None], 0)
+    assert error(got, expected) < OTHER_ORDER[layer["state"].dtype]
+
+
 def new_read_layer(
     dims: Dims, read: str, num_slots: int, owned: list[int], generator: torch.Generator, device: str, fp8: bool = False
 ) -> Tensors:
@@ -95,7 +109,7 @@ def check_read_step(
         else:
             want["state"][slot] = plain["state"][slot]
         if not same_kernel:
-            assert error(checkpoint(layer)[slot], checkpoint(want)[slot]) < OTHER_ORDER[layer["state"].dtype]
+            check_other_order(layer, want, slot)
             for name in [n for n in ("state", "state_scales") if n in layer]:
                 want[name][slot] = layer[name][slot]
         if read != "none":

@@ -203,4 +203,6 @@ def test_kernels_of_windows_with_read_copies_are_named(name: str, monkeypatch: p
         monkeypatch.setattr(module, "device_arch", lambda device: "sm90")
     (kernel,) = Plan(layers, device="cuda", read="nvfp4", num_draft_tokens=3).kernels(256).values()
     one_token, windows = kernel.split("; windows: ")
-    assert "gluon" in one_token and "triton" in windows
+    assert "gluon" in one_token and "gluon" in windows
+    long = Plan(layers, device="cuda", read="nvfp4", num_draft_tokens=3, buffer_len=32).kernels(256).values()
+    assert "triton" in next(iter(long)).split("; windows: ")[1]

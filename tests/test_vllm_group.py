@@ -170,6 +170,29 @@ def test_first_windows_differ_in_large_batches_only() -> None:
             assert limits.bincount()[1:].tolist() == [38, 38, 37, 37]
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_requests_start_without_a_prefill(drafts: int) -> None:
+    """In a block that another request has left: its state, its ring and its last window are gone."""
+    spec, noise = SPECS["gdn"], torch.Generator().manual_seed(0)
+    plan = Plan((spec,), buffer_len=6, num_draft_tokens=drafts, activation=torch.float32)
+    cache = ReplayCache(plan, BLOCKS, pad_slot_id=NULL_BLOCK)
+    layer, group = cache.layer(0), Group(plan, BLOCKS, torch.device("cpu"), ["a"], [lambda: cache.layer(0)])
+    layer.cursors = group.cursors
+    outputs, inputs = [], token_inputs(spec, noise, 1)
+    for block, used in ((4, False), (2, True)):
+        blocks = torch.tensor([block], dtype=torch.int32)
+        starts = torch.tensor([0, 1], dtype=torch.int32) if drafts else None
+        found = Rows(decode_step(plan, blocks, starts))
+        for given in [token_inputs(spec, noise, 1)] * (5 if used else 0) + [inputs, inputs]:
+            if given is inputs:
+                group.start(blocks.long())
+            rows = group.begin("a", lambda found=found: found)
+            outputs.append(decode(layer, rows.decodes, given))
+            group.end("a")
+    assert torch.equal(outputs[0], outputs[-1]) and torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[2], outputs[3])  # a request that goes on
+
+
 @pytest.mark.parametrize("read", ["none", "nvfp4"])
 def test_requests_move_to_other_blocks(read: str) -> None:
     """As prefix caching moves them: blocks that are settled hold plain states and copies of them, and empty rings."""

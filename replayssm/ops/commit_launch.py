@@ -8,7 +8,7 @@ import torch
 import triton
 
 from replayssm.ops.moves import SPAN, ring_table
-from replayssm.ops.triton_cursors import commit_kernel, take_back_kernel
+from replayssm.ops.triton_cursors import commit_kernel, follow_windows_kernel, take_back_kernel
 from replayssm.ops.triton_moves import move_rows_kernel
 
 ROWS = 128  # of the batch, a program
@@ -43,6 +43,36 @@ def commit(
         PATHS=accepted_paths is not None,
         num_warps=4,
     )
+
+
+def follow_windows(
+    cursors: torch.Tensor,
+    pending: torch.Tensor,
+    slot_indices: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
+    *,
+    window_len: int = 1,
+    buffer_len: int,
+    ring_len: int,
+    pad_slot_id: int,
+) -> torch.Tensor:
+    """See `replayssm.cursors.follow_windows`."""
+    batch = slot_indices.shape[0]
+    slots = torch.empty(batch, dtype=torch.int32, device=cursors.device)
+    if batch == 0:
+        return slots
+    follow_windows_kernel[(triton.cdiv(batch, ROWS),)](
+        *(cursors, pending, slot_indices),
+        slots if query_start_loc is None else query_start_loc,
+        slots if num_accepted_tokens is None else num_accepted_tokens,
+        *(slots, batch, slot_indices.stride(0), cursors.shape[0], window_len, buffer_len, ring_len, pad_slot_id),
+        BLOCK=ROWS,
+        RAGGED=query_start_loc is not None,
+        COUNTS=num_accepted_tokens is not None,
+        num_warps=4,
+    )
+    return slots
 
 
 def take_back(cursors: torch.Tensor, slots: torch.Tensor, num_tokens: torch.Tensor) -> None:

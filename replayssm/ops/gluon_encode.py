@@ -28,14 +28,14 @@ def larger(a, b):
 
 
 @gluon.jit
-def round_e2m1(t):
-    """Nearest E2M1 number times 2^-14 to t, ties to the even code, 0 <= t < 7 x 2^-14.
+def round_e2m1(t, unit: gl.constexpr = _DOWN):
+    """Nearest E2M1 number times `unit` to t, ties to the even code, 0 <= t < 7 units.
 
     m 2^22 is a multiple of the step of E2M1 at t, which is the unit of the difference's last place; the unit is half of
     that only where the difference falls below a power of two, and t is then next to a number of E2M1. At a tie the
     last bits of t are zero, so the difference's parity is the code's.
     """
-    m = gl.maximum(t, 2.0 * _DOWN)
+    m = gl.maximum(t, 2.0 * unit)
     return gl.fma(m, 4194304.0, gl.fma(m, -4194304.0, t))
 
 
@@ -84,6 +84,31 @@ def pack_codes(low, high, keep):
 
 
 @gluon.jit
+def pack_numbers(low, high, keep):
+    """`pack_codes` of numbers times 2^-6: as e4m3 their bits are `s 0 0 e e m 0 0`, four numbers a register."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 h, g;
+        .reg .b32 a, b, t;
+        cvt.rn.satfinite.e4m3x2.f32 h, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 g, $4, $3;
+        mov.b32 a, {h, g};
+        cvt.rn.satfinite.e4m3x2.f32 h, $6, $5;
+        cvt.rn.satfinite.e4m3x2.f32 g, $8, $7;
+        mov.b32 b, {h, g};
+        shr.u32 t, a, 4;
+        shr.u32 a, a, 2;
+        lop3.b32 a, a, t, 0x07070707, 0xE4;
+        shl.b32 t, b, 2;
+        lop3.b32 b, t, b, 0x70707070, 0xE4;
+        lop3.b32 a, a, b, 0x0F0F0F0F, 0xE4;
+        and.b32 $0, a, $9;
+        }""",
+        "=r,r,r,r,r,r,r,r,r,r,r,r,r", [low, high, keep], dtype=gl.uint8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
 def encode_blocks(x, scale, inverse_scale):
     """As `triton_formats.encode_nvfp4_numbers`, of fp32 x [V, K], errors summed up in fp32.
 
@@ -102,11 +127,12 @@ def encode_blocks(x, scale, inverse_scale):
     scale_1, scale_2 = from_e4m3(code_1, True), from_e4m3(code_2, True)
     unit_1, unit_2 = reciprocal(scale_1, True), reciprocal(scale_2, True)
     # The head's scale is a power of two: all products with it are exact in the range that is not doubtful.
-    down, up = inverse_scale * _DOWN, scale * _UP
+    down, up = inverse_scale * 0.015625, scale * 64.0
     t_1 = scaled_magnitude(blocks, gl.expand_dims(unit_1 * down, 2))
     t_2 = scaled_magnitude(blocks, gl.expand_dims(unit_2 * down, 2))
-    # Only the first scale may saturate, where it is subnormal: the second is at most 448, and rounded down leaves < 6.
-    q_1, q_2 = round_e2m1(gl.minimum(t_1, 6.0 * _DOWN)), round_e2m1(t_2)
+    # Only the first scale may saturate, where it is subnormal, and such blocks are doubtful: the second is at most 448,
+    # and rounded down leaves < 6.
+    q_1, q_2 = round_e2m1(t_1, 0.015625), round_e2m1(t_2, 0.015625)
     off_1, off_2 = t_1 - q_1, t_2 - q_2
     read_1, read_2 = scale_1 * up, scale_2 * up
     square_1, square_2 = read_1 * read_1, read_2 * read_2
@@ -116,18 +142,39 @@ def encode_blocks(x, scale, inverse_scale):
     # 16 roundings to integers in steps of 2^-20 of the first scale's square; the rounding of t, up to 2^-24 of 9: at
     # most 2.2e-6 (1 + sum) each, of sums in the scale's own squares; and some 20 of fp32.
     total = sum_1 + sum_2
-    slack = (square_1 * 1.8e-05 + square_2 * 2.2e-06) * (_DOWN * _DOWN) + total * 4.2e-06
+    slack = (square_1 * 1.8e-05 + square_2 * 2.2e-06) * 0.000244140625 + total * 4.2e-06
     # Where sums of squares may leave the range of fp32.
     far = (inverse_scale < 9.094947017729282e-13) | (inverse_scale > 1099511627776.0)
-    doubtful = (total > 0.0) & (far | ((code_1 != code_2) & (gl.abs(sum_1 - sum_2) <= slack)))
+    saturates = largest * unit_1 >= 6.5
+    doubtful = (total > 0.0) & (far | saturates | ((code_1 != code_2) & (gl.abs(sum_1 - sum_2) <= slack)))
     q = gl.where(gl.expand_dims(better, 2), q_2, q_1)
     q = (q.to(gl.int32, bitcast=True) | (blocks.to(gl.int32, bitcast=True) & -0x80000000)).to(gl.float32, bitcast=True)
     low, high = gl.split(gl.reshape(q, [V, K // 16, 8, 2]))
     keep = gl.expand_dims(gl.where(finite, -1, 0), 2) + gl.zeros_like(q).to(gl.int32)
     keep, _ = gl.split(gl.reshape(keep, [V, K // 16, 8, 2]))
-    codes = gl.reshape(pack_codes(low, high, keep), [V, K // 2])
+    codes = gl.reshape(pack_numbers(low, high, keep), [V, K // 2])
     scales = gl.where(finite, gl.where(better, code_2, code_1), 0x7F).to(gl.uint8)
     return codes, scales, q, gl.where(finite, gl.where(better, read_2, read_1), float("nan")), doubtful
+
+
+@gluon.jit
+def encode_numbers_int8(x):
+    """`triton_formats.encode_int8` of fp32 x [V, K]: codes int8 [V, K], scales fp16 [V, K / 32], the codes in fp32."""
+    V: gl.constexpr = x.shape[0]
+    K: gl.constexpr = x.shape[1]
+    blocks = gl.reshape(x, [V, K // 32, 32])
+    largest = gl.reduce(gl.abs(blocks), 2, larger)
+    finite = largest.to(gl.int32, bitcast=True) < 0x7F800000
+    largest = gl.where(finite, largest, 1.0)
+    wanted = gl.minimum(gl.maximum(largest * (1.0 / 127.0), 5.9604644775390625e-08), 65504.0)
+    half = wanted.to(gl.float16)
+    half = (half.to(gl.int16, bitcast=True) + (half.to(gl.float32) < wanted).to(gl.int16)).to(gl.float16, bitcast=True)
+    inverse = gl.where(finite, reciprocal(half.to(gl.float32), True), 0.0)
+    # Between bounds of zero NaN becomes zero.
+    most = gl.expand_dims(gl.where(finite, 127.0, 0.0), 2)
+    scaled = gl.minimum(gl.maximum(blocks * gl.expand_dims(inverse, 2), most * -1.0), most) + 12582912.0
+    codes = gl.reshape(scaled.to(gl.int32, bitcast=True).to(gl.int8), [V, K])
+    return codes, gl.where(finite, half, float("nan")), scaled - 12582912.0
 
 
 @gluon.jit
@@ -157,64 +204,3 @@ def to_e4m3_and_back(x):
         }""",
         "=&r,=&f,=&f,=&f,=&f,r,r,r,r", [x], dtype=(gl.uint8, gl.float32), is_pure=True, pack=4,
     )  # fmt: skip
-
-
-@gluon.jit
-def choose_bytes(a, b, second, keep):
-    """Bytes of b where `second` is -1, of a where it is 0, and zero where `keep` is; both the same for four of K."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 t; lop3.b32 t, $3, $2, $1, 0xCA; and.b32 $0, t, $7; }",
-        "=r,r,r,r,r,r,r,r,r,r,r", [a, b, second, keep], dtype=gl.uint8, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@gluon.jit
-def error_in_steps(off, unit):
-    """The integer of `triton_formats.squared_error` of an element, and a constant."""
-    off = off * unit
-    return (off * off * 4096.0 + 8388608.0).to(gl.int32, bitcast=True)
-
-
-@gluon.jit
-def encode_rows(x, EXACT: gl.constexpr):
-    """`triton_formats.encode_fp8` of fp32 x [V, K]: e4m3 bytes [V, K], scales fp32 [V], the bytes' values [V, K].
-
-    Without EXACT errors are summed up in fp32; the last result tells where integer sums might choose otherwise.
-    """
-    ROUNDINGS: gl.constexpr = (x.shape[1] + 1) / 4096.0
-    largest = gl.reduce(gl.abs(x), 1, larger)
-    finite = largest.to(gl.int32, bitcast=True) < 0x7F800000
-    largest = gl.where(finite, largest, 1.0)
-    first, inverse = row_scale(largest, 448.0, True)
-    second, other = row_scale(largest, 288.0, True)
-    unit = gl.expand_dims(inverse, 1)
-    code_1, value_1 = to_e4m3_and_back(x * unit)
-    code_2, value_2 = to_e4m3_and_back(x * gl.expand_dims(other, 1))
-    off_1 = gl.fma(value_1, gl.expand_dims(-first, 1) + gl.zeros_like(x), x)
-    off_2 = gl.fma(value_2, gl.expand_dims(-second, 1) + gl.zeros_like(x), x)
-    if EXACT:
-        better = gl.sum(error_in_steps(off_2, unit) - error_in_steps(off_1, unit), 1) < 0
-        doubtful = better & (not EXACT)
-    else:
-        sum_1 = gl.sum(off_1 * off_1, 1)
-        sum_2 = gl.sum(off_2 * off_2, 1)
-        better = sum_2 < sum_1
-        # Every square rounded to 2^-12 of the first scale's, and sums of up to 256 terms in fp32.
-        slack = ROUNDINGS * first * first + (sum_1 + sum_2) * 3.0517578125e-05
-        far = (first < 9.094947017729282e-13) | (first > 1099511627776.0)
-        doubtful = finite & (far | (gl.abs(sum_1 - sum_2) <= slack)) & (largest > 0.0)
-    scales = gl.where(finite, gl.where(better, second, first), float("nan"))
-    zero = gl.zeros_like(x).to(gl.int32)
-    chosen = gl.expand_dims(gl.where(better, -1, 0), 1) + zero
-    codes = choose_bytes(code_1, code_2, chosen, gl.expand_dims(gl.where(finite, -1, 0), 1) + zero)
-    return codes, scales, gl.where(gl.expand_dims(better, 1), value_2, value_1), doubtful
-
-
-@gluon.jit
-def largest_row(x, scales):
-    """`magnitude` of the largest value that `encode_rows` makes of rows x with these scales; NaN rows do not count."""
-    largest = gl.reduce(gl.abs(x), 1, larger)
-    # It went to 448 or to 288, unless the scale is the smallest there is: then nvfp4's is, whatever this returns.
-    value = gl.where(largest > scales * 368.0, 448.0, 288.0) * scales
-    bits = value.to(gl.int32, bitcast=True)
-    return gl.max(gl.where(bits < 0x7F800000, bits, 0), 0)

@@ -11,7 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replayssm.ops import triton_formats as _triton
-from replayssm.ops.gluon_encode import encode_blocks, encode_rows
+from replayssm.ops.gluon_encode import encode_blocks
+from replayssm.ops.gluon_encode_rows import encode_rows
 
 magnitude = gluon.jit(_triton.magnitude.fn)
 encode_int8 = gluon.jit(_triton.encode_int8.fn)
@@ -20,7 +21,7 @@ global_scale = gluon.jit(_triton.global_scale.fn)
 encode_nvfp4 = gluon.jit(_triton.encode_nvfp4.fn)
 encode_nvfp4_exactly = gluon.jit(_triton.encode_nvfp4_numbers.fn)
 
-E2M1_UNIT = gl.constexpr(16384.0)  # `halves_of_e2m1` times this are the codes' values
+E2M1_UNIT = gl.constexpr(16384.0)  # `crossed_halves_of_e2m1` times this are the codes' values
 
 
 @gluon.constexpr_function
@@ -39,7 +40,7 @@ def encode_fp8(x, NATIVE: gl.constexpr):
 
 @gluon.jit
 def encode_nvfp4_numbers(x, scale, inverse_scale, EXACT: gl.constexpr, NATIVE: gl.constexpr):
-    """See `triton_formats.encode_nvfp4_numbers`; what it returns without EXACT are numbers times 2^-14."""
+    """See `triton_formats.encode_nvfp4_numbers`; what it returns without EXACT are numbers times 2^-6."""
     if EXACT:
         codes, scales, numbers, read, doubtful = encode_nvfp4_exactly(x, scale, inverse_scale, True, NATIVE)
     else:
@@ -48,25 +49,26 @@ def encode_nvfp4_numbers(x, scale, inverse_scale, EXACT: gl.constexpr, NATIVE: g
 
 
 @gluon.jit
-def halves_of_e2m1(codes):
+def crossed_halves_of_e2m1(codes):
     """Low and high codes of packed bytes as fp16, times 2^-14: their bits as sign, low exponent and high mantissa bits.
 
-    The byte `s x x x e e m 0` with x cleared is the upper one of the fp16 number.
+    The byte `s x x x e e m x` with x cleared is the upper one of the fp16 number. In the order 0, 2, 1, 3 of every four
+    bytes, so that a mask clears and spreads them at once; shifts to the left run beside masks.
     """
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 a, s;
-        shr.u32 s, $4, 3;
-        and.b32 a, $4, 0x80808080;
-        lop3.b32 a, s, 0x0E0E0E0E, a, 0xEA;
-        prmt.b32 $2, a, 0, 0x1404;
-        prmt.b32 $3, a, 0, 0x3424;
-        shl.b32 s, $4, 1;
+        .reg .b32 a, b;
+        shr.u32 b, $4, 3;
+        lop3.b32 a, $4, b, 0x80808080, 0xE4;
+        and.b32 $3, a, 0x8E008E00;
+        shl.b32 b, a, 8;
+        and.b32 $2, b, 0x8E008E00;
         shl.b32 a, $4, 4;
-        and.b32 a, a, 0x80808080;
-        lop3.b32 a, s, 0x0E0E0E0E, a, 0xEA;
-        prmt.b32 $0, a, 0, 0x1404;
-        prmt.b32 $1, a, 0, 0x3424;
+        shl.b32 b, $4, 1;
+        lop3.b32 a, a, b, 0x80808080, 0xE4;
+        and.b32 $1, a, 0x8E008E00;
+        shl.b32 b, a, 8;
+        and.b32 $0, b, 0x8E008E00;
         }""",
         "=&r,=&r,=&r,=&r,r", [codes], dtype=(gl.float16, gl.float16), is_pure=True, pack=4,
     )  # fmt: skip

@@ -24,3 +24,10 @@ def rank_of_rows(
     flushes = (count > 0) & (count + length > gl.minimum(limit, buffer_len))
     rank = gl.where(flushes, gl.associative_scan(flushes.to(gl.int32), 0, add) - 1, -1)
     return rank, gl.sum(flushes.to(gl.int32), 0)
+
+
+@gluon.jit
+def ranked_row(rank_at, rank, BLOCK_B: gl.constexpr, L: gl.constexpr):
+    """The row of a number among those that flush; rank_at: `rank_of_rows` in shared memory."""
+    row = gl.arange(0, BLOCK_B, layout=L)
+    return gl.sum(gl.where(rank_at.load(L) == rank, row, 0), 0).to(gl.int64)

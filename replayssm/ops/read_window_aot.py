@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from replayssm.ops.aot import ALL_TARGETS, AotCase, launch_options
-from replayssm.ops.delta import gluon_read_window as delta_kernel
+from replayssm.ops.delta import gluon_read_window as delta_kernels
 from replayssm.ops.delta import read_window_configs as delta
 from replayssm.ops.delta import triton_read_window
 from replayssm.ops.delta.read_configs import ReadShape as DeltaShape
 from replayssm.ops.device import GLUON_ARCHS
-from replayssm.ops.mamba2 import gluon_read_window as mamba2_kernel
 from replayssm.ops.mamba2 import read_window_launch as mamba2
 from replayssm.ops.mamba2.read_configs import ReadShape as Mamba2Shape
 
@@ -23,6 +22,8 @@ CASES = (
     *(("nvfp4", "fp32", 4, 256), ("nvfp4", "fp8", 8, 8), ("int8", "fp16", 4, 64)),
     *(("fp8", "bf16", 4, 256), ("bf16", "fp32", 4, 256), ("none", "fp8", 4, 256)),
 )
+# Mamba-2's tables have other entries for smaller batches.
+SMALLER = (("nvfp4", "fp32", 4, 8), ("int8", "fp16", 4, 8), ("nvfp4", "bf16", 4, 64))
 _CODES = {"bf16": "bf16", "int8": "i8", "fp8": "u8", "nvfp4": "u8", "none": "u8"}
 _SCALES = {"bf16": "fp32", "int8": "fp16", "fp8": "fp32", "nvfp4": "u8", "none": "fp32"}
 _FLOAT = {"A", "D", "dt_bias", "ring_dt", "A_log", "ring_g", "ring_beta", "global", "global_scale", "state_scales"}
@@ -69,9 +70,12 @@ def aot_cases() -> Iterator[AotCase]:
             # One layer a family has all formats, on sm_90.
             some = slice(0, 0) if i > 0 and arch != "sm90" else slice(0, 1) if i > 0 else slice(None)
             for label, dims in list(MAMBA2_SHAPES.items())[some]:
-                yield _mamba2_case(label, dims, *case, arch)
+                yield from _mamba2_cases(label, dims, *case, arch)
             for label, heads in list(DELTA_SHAPES.items())[some]:
-                yield _delta_case(label, heads, *case, arch)
+                yield from _delta_cases(label, heads, *case, arch)
+        for label, dims in MAMBA2_SHAPES.items():
+            for case in SMALLER if arch == "sm90" else SMALLER[:1]:
+                yield from _mamba2_cases(label, dims, *case, arch)
 
 
 def _portable_case(label: str, heads: tuple[int, int, bool], read: str, state: str) -> AotCase:
@@ -92,35 +96,36 @@ def _portable_case(label: str, heads: tuple[int, int, bool], read: str, state: s
     return AotCase(name, kernel, state, sizes, options, ALL_TARGETS, _argument, spill=2048)
 
 
-def _mamba2_case(
+def _mamba2_cases(
     label: str, dims: tuple[int, int, int, int], read: str, state: str, tokens: int, batch: int, arch: str
-) -> AotCase:
+) -> Iterator[AotCase]:
+    """The flushing kernel and the reading one."""
     shape = Mamba2Shape(*dims, read, state, arch)
     more: dict[str, Any] = {"R": 20, "ROWS": 16, "WINDOW": tokens, "TREE": tokens > 4}
-    more |= {"HAS_D": True, "HAS_Z": label == "64x128", "HAS_BIAS": True, "SOFTPLUS": True, "REPLAY": "serial"}
-    config = mamba2.read_window_config(batch, shape, tokens)
-    _, _, sizes, options = mamba2.gluon_launch(config, batch, shape)
-    kernel = mamba2_kernel.mamba2_read_window_kernel
-    return _case(f"mamba2-{label}", kernel, read, state, sizes | more, options, arch)
+    more |= {"HAS_D": True, "HAS_Z": label == "64x128", "HAS_BIAS": True, "SOFTPLUS": True}
+    more["REPLAY"] = "serial" if state == "fp32" else "chunk"
+    for kernel, _, known in mamba2.gluon_launches(mamba2.read_window_config(batch, shape, tokens), batch, shape):
+        yield _case(f"mamba2-{label}", kernel, read, state, tokens, known | more, arch)
 
 
-def _delta_case(
+def _delta_cases(
     label: str, heads: tuple[int, int, bool], read: str, state: str, tokens: int, batch: int, arch: str
-) -> AotCase:
+) -> Iterator[AotCase]:
+    """The flushing kernel and the reading one."""
     num_k_heads, num_v_heads, kda = heads
     shape = DeltaShape(num_k_heads, num_v_heads, 128, 128, kda, read, state, 20, True, arch)
     more: dict[str, Any] = {"ROWS": 16, "TOKENS": tokens, "TREE": tokens > 4, "KDA": kda}
     more |= {"RAW": True, "HAS_BIAS": True, "BOUNDED": kda, "NORM": True}
     config = delta.read_window_config(batch, shape, 16, tokens)
-    _, _, sizes, options = delta.gluon_launch(config, batch, shape, "chunk")
-    kernel = delta_kernel.delta_read_window_kernel
-    return _case(f"delta-{label}", kernel, read, state, sizes | more, options, arch)
+    kernels = (delta_kernels.delta_read_window_flush_kernel, delta_kernels.delta_read_window_kernel)
+    for kernel, (_, known) in zip(kernels, delta.gluon_launches(config, batch, shape, "chunk"), strict=True):
+        yield _case(f"delta-{label}", kernel, read, state, tokens, known | more, arch)
 
 
-def _case(
-    label: str, kernel: Any, read: str, state: str, sizes: dict[str, Any], options: dict[str, Any], arch: str
-) -> AotCase:
-    options = launch_options(options["num_warps"], options["maxnreg"])
-    tokens = sizes.get("TOKENS", sizes.get("WINDOW"))
-    name, spill = f"{label}-{read}-{state}-{tokens}-{sizes['HEADS']}", _SPILL
+def _case(label: str, kernel: Any, read: str, state: str, tokens: int, known: dict[str, Any], arch: str) -> AotCase:
+    sizes = {name: value for name, value in known.items() if name in kernel.arg_names}
+    options = launch_options(known["num_warps"], known["maxnreg"])
+    kind = next((kind for kind in ("flush", "joint") if kind in kernel.__name__), "read")
+    name = f"{label}-{kind}-{read}-{state}-{tokens}-{known['num_warps']}"
+    spill = _SPILL if kind != "read" and arch == "sm90" else 0
     return AotCase(name, kernel, state, sizes, options, (arch,), _argument, gluon=True, spill=spill)

@@ -76,7 +76,7 @@ def family_ops(family: Family, backend: str, device: torch.device) -> FamilyOps:
 
 
 def launch_module(family: Family) -> Any:
-    """The module that launches a family's kernels: its `route` and `stepwise_wins` tell a plan what it chooses."""
+    """The module that launches a family's kernels: its `route` tells a plan what it chooses."""
     return importlib.import_module(f"replayssm.ops.{op_family(family)}.launch")
 
 

@@ -26,6 +26,22 @@ def path_lens(paths, row, mask, depth):
     return count
 
 
+@triton.jit
+def move_cursors(cursors, slot, real, lens, taken, buffer_len, ring_len):
+    """The cursors of real slots past the first `taken` tokens of windows of `lens` tokens."""
+    taken = tl.minimum(tl.maximum(taken, 0), lens)
+    at = cursors + slot.to(tl.int64) * 4
+    start = tl.load(at, mask=real, other=0)
+    committed = tl.load(at + 1, mask=real, other=0)
+    limit = tl.load(at + 2, mask=real, other=0)
+    flushes = tl.load(at + 3, mask=real, other=0)
+    flushed = (committed > 0) & (committed + lens > tl.minimum(limit, buffer_len))
+    tl.store(at, tl.where(flushed, (start + committed) % ring_len, start), mask=real)
+    tl.store(at + 1, tl.where(flushed, 0, committed) + taken, mask=real)
+    tl.store(at + 2, tl.where(flushed, 2147483647, limit), mask=real)  # NO_LIMIT
+    tl.store(at + 3, flushes + flushed.to(tl.int32), mask=real)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_slots", "depth", "buffer_len", "ring_len", "pad_slot_id"])
 def commit_kernel(
     cursors, slot_indices, query_start_loc, accepted, num_rows, num_slots, depth, buffer_len, ring_len, pad_slot_id,
@@ -42,17 +58,32 @@ def commit_kernel(
         taken = path_lens(accepted, row, there, depth)
     if COUNTS:
         taken = tl.load(accepted + row, mask=there, other=0)
-    taken = tl.minimum(tl.maximum(taken, 0), lens)
-    at = cursors + slot.to(tl.int64) * 4
-    start = tl.load(at, mask=real, other=0)
-    committed = tl.load(at + 1, mask=real, other=0)
-    limit = tl.load(at + 2, mask=real, other=0)
-    flushes = tl.load(at + 3, mask=real, other=0)
-    flushed = (committed > 0) & (committed + lens > tl.minimum(limit, buffer_len))
-    tl.store(at, tl.where(flushed, (start + committed) % ring_len, start), mask=real)
-    tl.store(at + 1, tl.where(flushed, 0, committed) + taken, mask=real)
-    tl.store(at + 2, tl.where(flushed, 2147483647, limit), mask=real)  # NO_LIMIT
-    tl.store(at + 3, flushes + flushed.to(tl.int32), mask=real)
+    move_cursors(cursors, slot, real, lens, taken, buffer_len, ring_len)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "stride", "num_slots", "window_len", "buffer_len", "ring_len", "pad_slot_id"]
+)
+def follow_windows_kernel(
+    cursors, pending, slot_indices, query_start_loc, accepted, slots, num_rows, stride, num_slots, window_len,
+    buffer_len, ring_len, pad_slot_id,
+    BLOCK: tl.constexpr, RAGGED: tl.constexpr, COUNTS: tl.constexpr,
+):
+    """`replayssm.cursors.follow_windows`; slot_indices lie `stride` apart and are gathered in `slots`."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < num_rows
+    slot = tl.load(slot_indices + row.to(tl.int64) * stride, mask=there, other=pad_slot_id)
+    tl.store(slots + row, slot, mask=there)
+    real = there & (slot != pad_slot_id) & (slot >= 0) & (slot < num_slots)
+    last = tl.load(pending + slot, mask=real, other=0)
+    taken = last
+    if COUNTS:
+        taken = tl.load(accepted + row, mask=there, other=0)
+    move_cursors(cursors, slot, real, last, taken, buffer_len, ring_len)
+    lens = tl.full(row.shape, 0, tl.int32) + window_len
+    if RAGGED:
+        lens = window_lens(query_start_loc, row, there, RAGGED)
+    tl.store(pending + slot, lens, mask=real)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -64,6 +64,8 @@ def _argument(case: AotCase, name: str) -> tuple[str, bool]:
     if name in ("scale", "lower_bound"):
         return "fp32", False
     bare = name.removesuffix("_ptr")
+    if name.startswith("stride_rg") and case.constexprs.get("KDA"):
+        return "i32", True
     if bare == "state":
         return f"*{case.state}", True
     if bare in _ACTIVATIONS:

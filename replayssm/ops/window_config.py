@@ -10,10 +10,6 @@ import triton
 
 from replayssm.ops.device import device_arch, is_aligned
 
-# Whether windows with read copies run in the Gluon kernels: their present form has not passed all of its GPU tests yet
-# (they set this), so plans get the portable kernels.
-GLUON_READ_WINDOWS = False
-
 
 @dataclass(frozen=True)
 class WindowConfig:

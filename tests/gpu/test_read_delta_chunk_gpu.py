@@ -24,9 +24,10 @@ from replayssm.ops.delta import read_configs
 pytestmark = pytest.mark.gpu
 CHUNK: dict[str, Any] = {"same_kernel": False, "replay": "chunk"}
 GLUON = [name for name in SHAPES if "portable" not in name]
-# Flushes in a launch of their own, or by programs of the one launch.
-TWO = replace(read_configs.READ_ALONE, crew=7)
+# Flushes in a launch of their own, by programs of the one launch, and by its programs of one warp.
+TWO = replace(read_configs.STEP[False, "nvfp4"][2][1], crew=7)
 ONE = replace(read_configs.STEP[False, "nvfp4"][1][1], crew=7, flush_heads=2)
+ONE_WARP = replace(read_configs.LARGE[False, "nvfp4", "fp32"][1], crew=7, every=2)
 
 
 @pytest.mark.parametrize("config", [ONE, TWO], ids=["one launch", "two launches"])
@@ -41,6 +42,13 @@ def test_an_fp8_checkpoint(dims: Dims, read: str, config: Any) -> None:
     check(dims, read, 9, 18, True, config=fitting(config, dims), **CHUNK)
 
 
+@pytest.mark.parametrize("replay", ["chunk", "serial"])
+@pytest.mark.parametrize("name", [name for name in GLUON if "kimi" not in name])
+def test_programs_of_one_warp(name: str, replay: str) -> None:
+    more = CHUNK if replay == "chunk" else {}
+    check(SHAPES[name], "nvfp4", 9, 18, config=fitting(ONE_WARP, SHAPES[name]), **more)
+
+
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("dims", [QWEN, KIMI], ids=["qwen", "kimi"])
 def test_two_launches_with_flushes_token_by_token(dims: Dims, read: str) -> None:
@@ -51,26 +59,33 @@ def test_two_launches_with_flushes_token_by_token(dims: Dims, read: str) -> None
 def fitting(config: Any, dims: Dims) -> Any:
     """The configuration with as many v-heads a program as the layer's k-heads have."""
     heads = 2 - dims.num_v_heads // dims.num_k_heads % 2
-    return replace(config, heads=heads, flush_heads=heads)
+    return replace(config, heads=heads, flush_heads=min(heads, config.flush_heads))
 
 
 class ReadWindows(Windows):
     """`Windows` of slots with a read copy."""
+
+    config = TWO
 
     def __init__(self, dims: Dims, decays: str, read: str, fp8: bool = False) -> None:
         super().__init__(dims, decays)
         self.layer = with_copy(self.layer, self.dims, read, self.slots.tolist(), fp8)
 
     def step(self, layer: Tensors, token: Tensors, replay: str) -> None:
-        config = fitting(TWO, self.dims)
+        config = fitting(self.config, self.dims)
         run_read_step(launch()[1], self.dims, layer, token, self.slots, replay=replay, config=config)
 
 
 @pytest.mark.parametrize("decays", DECAYS)
-@pytest.mark.parametrize(("dims", "read"), [(QWEN, "nvfp4"), (QWEN, "int8"), (KIMI, "nvfp4")], ids=str)
-def test_states_are_as_accurate_as_stepwise_in_fp32(dims: Dims, read: str, decays: str) -> None:
+@pytest.mark.parametrize(
+    ("dims", "read", "config"),
+    [(QWEN, "nvfp4", TWO), (QWEN, "nvfp4", ONE_WARP), (QWEN, "int8", TWO), (KIMI, "nvfp4", TWO)],
+    ids=["nvfp4", "nvfp4, one warp", "int8", "kimi"],
+)
+def test_states_are_as_accurate_as_stepwise_in_fp32(dims: Dims, read: str, config: Any, decays: str) -> None:
     """After 64 windows the error against float64 is at most twice that of stepwise decoding with an fp32 state."""
     windows = ReadWindows(dims, decays, read)
+    windows.config = config
     layer, count = windows.layer, torch.full((6,), dims.buffer_len, device="cuda")
     stepwise = copy_of({name: tensor for name, tensor in layer.items() if not name.startswith("read_")})
     exact = layer["state"][windows.rows].double()

@@ -137,3 +137,41 @@ def test_every_tie_is_rounded_as_the_format_says() -> None:
     slots = torch.arange(8, dtype=torch.int32, device="cuda")
     steps = (read_launch.mamba2_read_step, launch.mamba2_step, OUT[BF16])
     check_steps(dims, layer, "nvfp4", slots, generator, 1, *steps)
+
+
+@pytest.mark.parametrize("checkpoint", ["fp32", "fp16", "fp8"])
+def test_blocks_far_below_their_heads_largest(checkpoint: str) -> None:
+    """V-rows down to 2^-24 of the head's largest: subnormal block scales, codes that saturate, blocks of zero."""
+    dims = replace(SHAPES["super"], checkpoint=CHECKPOINTS[checkpoint])
+    generator = torch.Generator().manual_seed(13)
+    layer = new_layer(dims, 4, generator, "cuda")
+    own(dims, layer, list(range(4)), [16] * 4, generator)
+    steps = torch.arange(dims.head_dim, device="cuda") % 25
+    sizes = torch.exp2(-steps.float())[:, None]
+    layer["state"].copy_(torch.randn(layer["state"].shape, generator=generator).cuda() * sizes)
+    layer["ring_dt"].zero_()
+    layer = with_copy(layer, dims, "nvfp4", list(range(4)), checkpoint == "fp8")
+    slots = torch.arange(4, dtype=torch.int32, device="cuda")
+    more = {} if checkpoint == "fp32" else {"replay": "chunk"}
+    check_steps(
+        dims, layer, "nvfp4", slots, generator, 1, read_launch.mamba2_read_step, launch.mamba2_step, OUT[BF16], **more
+    )
+
+
+@pytest.mark.parametrize("batch", [5, 40])
+@pytest.mark.parametrize(("every", "flush_rows"), [(2, 1), (2, 16), (3, 4), (5, 2)])
+def test_flushes_among_the_readers(every: int, flush_rows: int, batch: int) -> None:
+    for shape, tiles in (("super", 4), ("nano", 5)):
+        config = read_configs.ReadConfig("gluon", 4, tiles, 1, 0, flush_rows, 4, every, batch < 20, 128)
+        check(SHAPES[shape], "nvfp4", "fp32", batch, config=config)
+
+
+@pytest.mark.parametrize("buffer_len", [6, 16, 24, 32])
+@pytest.mark.parametrize(("tiles", "group", "depth"), [(4, 2, 0), (8, 1, 3), (8, 2, 2), (8, 4, 1)])
+def test_stages_and_rings(tiles: int, group: int, depth: int, buffer_len: int) -> None:
+    """Rings of one to four times eight rows, tiles in registers and in stages."""
+    dims = replace(SHAPES["super"], buffer_len=buffer_len, ring_len=buffer_len + 1)
+    for read in ("nvfp4", "int8", "fp8"):
+        for ahead in (False, True):
+            config = read_configs.ReadConfig("gluon", 4, tiles, group, depth, 4, 4, 2, ahead, 128)
+            check(dims, read, "fp32", 33, config=config)

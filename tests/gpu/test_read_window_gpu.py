@@ -20,7 +20,6 @@ from test_window_lifecycle_gpu import FAMILIES, Lifecycle, Requests, table_kerne
 
 from replayssm import GDNSpec, KDASpec, LayerSpec, Mamba2Spec
 from replayssm.cursors import NUM_COMMITTED, RING_START
-from replayssm.ops import window_config
 from replayssm.ops.delta import torch_ops as delta_torch
 from replayssm.ops.mamba2 import torch_ops as mamba2_torch
 from replayssm.quant import dequantize, quantize
@@ -197,11 +196,6 @@ def check_ring(got: torch.Tensor, before: torch.Tensor, want: torch.Tensor, fiel
         assert error(got[rows], want[rows]) < (tolerance if field == "u" else 2e-6), field
 
 
-@pytest.fixture(autouse=True)
-def gluon_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_config, "GLUON_READ_WINDOWS", True)
-
-
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize(("window", "read"), product((4, 6), READS))
 @pytest.mark.parametrize("spec", SPECS, ids=name)
@@ -223,6 +217,13 @@ def test_fp16_inputs_and_one_token(spec: LayerSpec, read: str) -> None:
     check(spec, 1, read, replay=replay_of(spec))
 
 
+def delta_configs() -> list[Any]:
+    """Configurations of GDN's table."""
+    from replayssm.ops.delta.read_window_configs import STEP
+
+    return [config for _, config in STEP[False]]
+
+
 def all_configs() -> list[Any]:
     """Configurations of the tables, and the portable kernel's."""
     from replayssm.ops.delta import read_window_configs as delta
@@ -231,7 +232,7 @@ def all_configs() -> list[Any]:
     cases = [(KIMI if kda else QWEN, config) for kda, table in delta.STEP.items() for _, config in table]
     cases += [(spec, delta.PORTABLE) for spec in (QWEN, KIMI)]
     cases += [(SUPER, config) for _, configs in mamba2.STEP for config in configs]
-    return [*cases, (NANO, mamba2.STEP[0][1][-1]), (NANO, mamba2.STEP[1][1][-1])]
+    return [*cases, *((NANO, configs[-1]) for _, configs in mamba2.STEP)]
 
 
 @pytest.mark.parametrize(("spec", "config"), all_configs(), ids=str)
@@ -258,6 +259,81 @@ def test_many_windows_remember_as_decoding_does(spec: LayerSpec, read: str) -> N
     assert error(states, exact) <= 2 * error(plain, exact)
     copies = layer.read_copy.gather(torch.tensor(owned, device="cuda")).tensors()
     for part, tensor in quantize(states, read).tensors().items():
+        assert same_bytes(copies[part], tensor), part
+
+
+@pytest.mark.parametrize("config", [None, *delta_configs()], ids=str)
+def test_scales_that_tie(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both of a block's scales err alike in fp32, the format's integer sums decide; here in every head."""
+    case, generator = make_case(QWEN, 4, False, BF16, FP32), torch.Generator().manual_seed(1)
+    values = torch.randint(-24, 25, case.state.shape, generator=generator) / 4
+    values[..., ::16] = 6
+    case.state = torch.where(case.state.isnan(), case.state, values)
+    # Rows that change nothing.
+    for field in ("u", "g", "beta"):
+        case.ring[field] = torch.where(case.ring[field].isnan(), case.ring[field], 0)
+    monkeypatch.setattr(sys.modules[__name__], "make_case", lambda *args: case)
+    check(QWEN, 4, "nvfp4", replay="chunk", window_config=config)
+
+
+@pytest.mark.parametrize("crew", [1, 3, 7])
+@pytest.mark.parametrize("read", ["nvfp4", "int8"])
+@pytest.mark.parametrize("spec", [QWEN, KIMI], ids=name)
+def test_shares_that_cross_rows_and_k_heads(spec: LayerSpec, read: str, crew: int) -> None:
+    """Flushing programs whose equal shares begin and end anywhere."""
+    from replayssm.ops.delta.read_window_configs import STEP
+
+    config = STEP[isinstance(spec, KDASpec)][-1][1]
+    check(spec, 4, read, replay="chunk", window_config=replace(config, crew=crew))
+
+
+def few_programs(spec: LayerSpec, **more: Any) -> Any:
+    """The configuration of large batches with fewer flushing programs than heads that flush."""
+    from replayssm.ops.mamba2.read_window_launch import STEP
+
+    configs = STEP[-1][1]
+    return replace(configs[-1 if spec.state_shape[1] % 64 else 0], crew=3, **more)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("read", "stored"), [("nvfp4", "fp32"), ("nvfp4", "fp16"), ("fp8", "fp32"), ("int8", "bf16")])
+@pytest.mark.parametrize("spec", [SUPER, NANO], ids=name)
+def test_programs_that_flush_many_heads(spec: LayerSpec, read: str, stored: str, heads: int) -> None:
+    """Each goes from head to head and from row to row, the next checkpoint on its way."""
+    more = {} if read == "nvfp4" else {"heads": 2, "tile": 64}
+    config = few_programs(spec, flush_heads=heads, **more)
+    check(spec, 4, read, stored, replay="serial" if stored == "fp32" else "chunk", window_config=config)
+
+
+@pytest.mark.parametrize("crew", [3, 528])
+@pytest.mark.parametrize("spec", [SUPER, NANO], ids=name)
+def test_heads_whose_scales_tie(spec: LayerSpec, crew: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `test_scales_that_tie`, where the next checkpoint has taken the head's place (few programs) and where not."""
+    case, generator = make_case(spec, 4, False, BF16, FP32), torch.Generator().manual_seed(1)
+    values = torch.randint(-24, 25, case.state.shape, generator=generator) / 4
+    values[..., ::16] = 6
+    case.state = torch.where(case.state.isnan(), case.state, values)
+    # Rows that change nothing.
+    case.ring["dt"] = torch.where(case.ring["dt"].isnan(), case.ring["dt"], 0)
+    monkeypatch.setattr(sys.modules[__name__], "make_case", lambda *args: case)
+    check(spec, 4, "nvfp4", window_config=replace(few_programs(spec), crew=crew))
+
+
+@pytest.mark.parametrize("spec", FAMILIES, ids=name)
+def test_a_lowered_buffer_flushes_more_rows_than_kernels_lay_out(spec: LayerSpec) -> None:
+    owned, lens = [5, 0, 3], [4, 4, 4]
+    requests = Requests(spec, 9, owned, read="nvfp4", buffer_len=32)
+    for _ in range(6):
+        step = requests.cache.begin_step(owned, lens)
+        requests.decode(step, requests.inputs(sum(lens)))
+        requests.cache.commit(step, lens)
+    want = requests.cache.materialize(0, owned)
+    step = requests.cache.begin_step(owned, lens, buffer_len=4)
+    assert bool(torch.isfinite(requests.decode(step, requests.inputs(sum(lens)))).all())
+    states = requests.layer.state[owned]
+    assert error(states, want) < 2e-6
+    copies = requests.layer.read_copy.gather(torch.tensor(owned, device="cuda")).tensors()
+    for part, tensor in quantize(states, "nvfp4").tensors().items():
         assert same_bytes(copies[part], tensor), part
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_window_gpu import BUFFER_LEN, SPECS, check, configuration, make_case, name
+from test_window_gpu import BUFFER_LEN, OWNED, SPECS, check, configuration, fill_u, make_case, name
 
 from replayssm import GDNSpec, KDASpec, LayerSpec
 from replayssm.ops.delta import reference
@@ -35,6 +36,20 @@ def test_chunk_windows_against_float64(spec: LayerSpec, window: int, tree: bool)
 def test_chunk_formats_against_float64(spec: LayerSpec, activation: torch.dtype, checkpoint: torch.dtype) -> None:
     for window in (4, 7):
         check(spec, make_case(spec, window, window == 7, activation, checkpoint), replay="chunk")
+
+
+@pytest.mark.parametrize("activation", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("spec", DELTA, ids=name)
+def test_keys_that_are_not_normed(spec: GDNSpec, activation: torch.dtype) -> None:
+    """k and q as they come, k short enough for the recurrence to contract."""
+    for window in (4, 8):
+        case = make_case(spec, window, True, activation, FP32)
+        for keys in (case.ring["k"], case.inputs["k"], case.inputs["q"]):
+            keys *= spec.head_k_dim**-0.5
+        for slot, (start, count, *_) in enumerate(case.rows[0].tolist()):
+            if slot in OWNED:
+                fill_u(slot, start, count, case.state, case.ring, norm=False)
+        check(replace(spec, use_qk_l2norm=False), case, replay="chunk")
 
 
 @pytest.mark.parametrize("batch", [1, 8, 64, 256])

@@ -44,11 +44,19 @@ def name(spec: LayerSpec) -> str:
     return f"{spec.family}-{'x'.join(map(str, spec.state_shape))}"
 
 
-def make_case(spec: LayerSpec, window: int, tree: bool, activation: torch.dtype, checkpoint: torch.dtype) -> Case:
+def make_case(
+    spec: LayerSpec,
+    window: int,
+    tree: bool,
+    activation: torch.dtype,
+    checkpoint: torch.dtype,
+    held: int = BUFFER_LEN,
+) -> Case:
+    """held: the most committed rows; more than BUFFER_LEN where the step's limit was lowered."""
     generator, pick = torch.Generator().manual_seed(window), random.Random(window)
-    ring_len = BUFFER_LEN + window
+    ring_len = held + window
     lens = [window, window, 0, pick.randint(1, window), window, 1, 0, window, pick.randint(1, window), window]
-    committed = [16, 8, 5, 16 - window, 17 - window, 0, 9, min(3, 16 - window), 15, 0]
+    committed = [held, 8, 5, 16 - window, 17 - window, 0, 9, min(3, 16 - window), held - 1, 0]
     limits = [16, 16, 16, 16, 16, 16, 4, 99, 16, 1]
     state = torch.randn(NUM_SLOTS, *spec.state_shape, generator=generator).to(checkpoint)
     ring = {}
@@ -81,13 +89,15 @@ def make_case(spec: LayerSpec, window: int, tree: bool, activation: torch.dtype,
     return Case(state, ring, inputs, (cursors, slots, loc), parents if tree else None, flushed)
 
 
-def fill_u(slot: int, start: int, count: int, state: torch.Tensor, ring: dict[str, torch.Tensor]) -> None:
+def fill_u(
+    slot: int, start: int, count: int, state: torch.Tensor, ring: dict[str, torch.Tensor], norm: bool = True
+) -> None:
     """u of the committed rows as the recurrence gives them: kernels read them, the reference does not."""
     S = state[slot].double()
     for j in range(count):
         at = (start + j) % ring["u"].shape[2]
         row = (ring[n][slot, :, at] for n in ("k", "v", "g", "beta"))
-        S, u = delta_reference._update(S, *row, True)
+        S, u = delta_reference._update(S, *row, norm)
         ring["u"][slot, :, at] = u.to(ring["u"].dtype)
 
 
@@ -180,6 +190,13 @@ def test_every_configuration_of_the_tables(spec: LayerSpec, batch: int) -> None:
     for checkpoint in (torch.float32, torch.bfloat16):
         case = make_case(spec, 4, True, torch.bfloat16, checkpoint)
         check(spec, case, configuration(spec, batch, checkpoint.itemsize))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=name)
+def test_a_lowered_limit_finds_more_rows_than_it_allows(spec: LayerSpec) -> None:
+    for checkpoint in (torch.float32, torch.bfloat16):
+        case = make_case(spec, 4, True, torch.bfloat16, checkpoint, held=2 * BUFFER_LEN)
+        check(spec, case, max_committed=2 * BUFFER_LEN)
 
 
 def configuration(spec: LayerSpec, batch: int, state_bytes: int) -> object:

@@ -32,6 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_key_head_dim": 64,
             "linear_value_head_dim": 64,
             "mlp_only_layers": [0, 1],
+            "num_experts_per_tok": 4,  # all: where two are nearly equal, a choice of them turns noise into a jump
             "rope_parameters": _ROPE,
         },
     ),

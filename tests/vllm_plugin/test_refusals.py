@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from models import save
 from vllm.engine.arg_utils import EngineArgs
 
 import replayssm.integrations.vllm as plugin
+from replayssm.integrations.vllm.options import ENVIRONMENT, Options
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
@@ -30,8 +32,17 @@ def configure(model: Path, on: bool = True, **changes: Any) -> Any:
 
 
 def test_accepted(model: Path) -> None:
-    assert configure(model).additional_config == {"replayssm": True}
+    assert configure(model).additional_config == {"replayssm": asdict(Options())}
     assert configure(model, enable_prefix_caching=True).cache_config.mamba_cache_mode == "align"
+
+
+def test_a_compiled_model_is_not_taken_for_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps compiled models by this hash: without the plugin, and with it, however it was asked for."""
+    stock, ours = configure(model, on=False), configure(model)
+    monkeypatch.setenv(ENVIRONMENT, '{"buffer_len": 16}')
+    asked = configure(model, on=False)
+    assert asked.additional_config == ours.additional_config
+    assert asked.compute_hash() == ours.compute_hash() != stock.compute_hash()
 
 
 @pytest.mark.parametrize(

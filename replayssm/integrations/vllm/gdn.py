@@ -52,9 +52,7 @@ class ReplayGatedDeltaNet(ReplayDelta, QwenGatedDeltaNetAttention):
             return super().forward_cuda(hidden_states)
         qkvz, _ = self.in_proj_qkvz(hidden_states)
         ba, _ = self.in_proj_ba(hidden_states)
-        # Rows of drafts do not cover the padding of a captured batch.
-        new = qkvz.new_zeros if self.plan.num_draft_tokens else qkvz.new_empty
-        out = new(qkvz.shape[0], self.num_v_heads // self.tp_size, self.head_v_dim)
+        out = qkvz.new_empty(qkvz.shape[0], self.num_v_heads // self.tp_size, self.head_v_dim)
         name = _encode_layer_name(self.prefix)
         torch.ops.vllm.qwen_gdn_attention_core(qkvz, ba, qkvz.new_empty(0), out, layer_name=name)
         z = qkvz[:, self._qkv_size() :].unflatten(-1, (-1, self.head_v_dim))
@@ -73,6 +71,9 @@ class ReplayGatedDeltaNet(ReplayDelta, QwenGatedDeltaNetAttention):
         if a.dim() > 1:
             self.serve((mixed_qkv, b, a), core_attn_out, super()._forward_core)
             return
+        assert self.plan is not None
+        if self.plan.num_draft_tokens:
+            core_attn_out.zero_()  # windows do not cover the padding of a captured batch
         inputs = (mixed_qkv[:, : self._qkv_size()], *self.split_ba(b))
         self.serve(inputs, core_attn_out, self._prefill_packed)
 

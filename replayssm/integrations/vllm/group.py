@@ -7,7 +7,7 @@ different blocks to a request and never share cursors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,7 +41,7 @@ def decode_step(plan: Plan, blocks: torch.Tensor, query_start_loc: torch.Tensor 
     if not len(blocks):
         return None
     window, tokens = (1, len(blocks)) if query_start_loc is None else (plan.max_window_len, -1)
-    return Step(blocks.contiguous(), query_start_loc, window, tokens, plan.buffer_len, NULL_BLOCK, epoch=0)
+    return Step(blocks, query_start_loc, window, tokens, plan.buffer_len, NULL_BLOCK, epoch=0)
 
 
 def continued_blocks(blocks: torch.Tensor, has_state: torch.Tensor | None) -> torch.Tensor | None:
@@ -56,11 +56,21 @@ def once_each(blocks: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(blocks).index_copy_(0, order, torch.where(repeated, NULL_BLOCK, ordered))
 
 
+def _follow_function(backend: str) -> Callable[..., torch.Tensor]:
+    """`replayssm.cursors.follow_windows`, or one launch that does the same."""
+    if backend != "triton":
+        return cursor_ops.follow_windows
+    from replayssm.ops.commit_launch import follow_windows
+
+    return follow_windows
+
+
 class Group:
     """Cursors [num_blocks, 4] of one group, read by every layer and moved once a step.
 
     Without drafts the last layer commits the step's token. With drafts nobody knows what is accepted before the next
-    step: then `pending` [num_blocks] holds the length of each block's last window, and the first layer commits it.
+    step: then `pending` [num_blocks] holds the length of each block's last window, and the first layer commits it, in
+    one launch.
     """
 
     def __init__(
@@ -79,14 +89,14 @@ class Group:
         self._first, self._last = layer_names[0], layer_names[-1]
         self._rows = Rows()
         self._started = 0
-        self._commit_rows = commit_function("commit", plan.backend, device)
+        self._commit = commit_function("commit", plan.backend, device)
+        self._follow = _follow_function(plan.backend)
+        self._limits = {"buffer_len": plan.buffer_len, "ring_len": plan.ring_len, "pad_slot_id": NULL_BLOCK}
 
     def begin(self, layer_name: str, rows: Callable[[], Rows]) -> Rows:
         """The rows of this step, found once, by the first layer; captured in a graph as everything else."""
         if layer_name == self._first:
-            self._rows = rows()
-            if self.pending is not None:
-                self._commit_pending(self._rows, self.pending)
+            self._rows = self._started_rows(rows())
         return self._rows
 
     def end(self, layer_name: str) -> None:
@@ -95,11 +105,16 @@ class Group:
             return
         rows, step = self._rows, self._rows.decodes
         if step is not None and self.pending is None:
-            self._commit(step.slot_indices, step.query_start_loc, None)
-        if step is not None and self.pending is not None:
-            self.pending[step.slot_indices.long()] = step.window_lens
+            self._commit(self.cursors, step.slot_indices, step.query_start_loc, None, **self._limits)
         if rows.prefills is not None:
             self._reset(rows.prefills, 0 if step is None else len(step.slot_indices))
+
+    def start(self, blocks: torch.Tensor) -> None:
+        """Empty states and rings for requests that no prefill begins, in `blocks` [n] int64."""
+        for cache in self._caches:
+            layer = cache()
+            layer.load(blocks, torch.zeros(len(blocks), *layer.spec.state_shape, device=blocks.device))
+        self._reset(blocks, 0)
 
     def settle(self, blocks: torch.Tensor) -> None:
         """Replay the rings of `blocks` [n] int64 into their states; requests may name one block, a cached prefix's."""
@@ -116,19 +131,22 @@ class Group:
                 tensor[dst] = tensor[src]
         self._reset(dst, 0)
 
-    def _commit_pending(self, rows: Rows, pending: torch.Tensor) -> None:
-        """Commit what was accepted of the windows before; of a request that a prefill goes on with, all."""
-        decoded = None if rows.decodes is None else rows.decodes.slot_indices
-        for blocks, accepted in ((decoded, rows.accepted), (rows.continued, None)):
-            if blocks is not None:
-                ends = pending[blocks.long()].cumsum(0, dtype=torch.int32)
-                self._commit(blocks, torch.nn.functional.pad(ends, (1, 0)), accepted)
+    def _started_rows(self, rows: Rows) -> Rows:
+        """Commit what was accepted of the windows before (of a request that a prefill goes on with, all of them).
 
-    def _commit(
-        self, blocks: torch.Tensor, query_start_loc: torch.Tensor | None, accepted: torch.Tensor | None
-    ) -> None:
-        limits = {"buffer_len": self.plan.buffer_len, "ring_len": self.plan.ring_len, "pad_slot_id": NULL_BLOCK}
-        self._commit_rows(self.cursors, blocks, query_start_loc, accepted, **limits)
+        Returns the rows with their blocks' numbers close together.
+        """
+        step, pending = rows.decodes, self.pending
+        if pending is not None and rows.continued is not None:
+            self._follow(self.cursors, pending, rows.continued, None, None, window_len=0, **self._limits)
+        if step is None:
+            return rows
+        if pending is None:
+            blocks = step.slot_indices.contiguous()
+        else:
+            windows = (step.slot_indices, step.query_start_loc, rows.accepted)
+            blocks = self._follow(self.cursors, pending, *windows, **self._limits)
+        return replace(rows, decodes=replace(step, slot_indices=blocks))
 
     def _reset(self, blocks: torch.Tensor, others: int) -> None:
         """Empty rings; in large batches the first windows differ, by order of arrival as block numbers may be alike."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from replayssm.config import LayerSpec
 from replayssm.integrations.vllm.group import Group
+from replayssm.integrations.vllm.one_token import verify_prompts_of_one_token
 from replayssm.integrations.vllm.prefix import follow_copies
 
 SIZES = {"get_mamba_state_shape_from_config": "get_state_shape", "get_mamba_state_dtype_from_config": "get_state_dtype"}
@@ -23,6 +24,8 @@ def connect(vllm_config: Any) -> None:
     for name, of_layer in SIZES.items():
         _size_by_layers(model_class, name, of_layer)
     follow_copies()
+    if vllm_config.num_speculative_tokens:
+        verify_prompts_of_one_token()
     if not hasattr(utils.share_replayssm_ring_trackers, "__wrapped__"):
         utils.share_replayssm_ring_trackers = _form_groups_after(utils.share_replayssm_ring_trackers)
 

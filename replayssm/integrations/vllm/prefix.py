@@ -26,7 +26,7 @@ def follow_copies() -> None:
         MambaHybridModelState.preprocess_state = _around_preprocess(MambaHybridModelState.preprocess_state)
 
 
-def _group_of(layer_names: Iterable[str], layers: dict[str, Any]) -> Group | None:
+def group_of(layer_names: Iterable[str], layers: dict[str, Any]) -> Group | None:
     """The replayed group of a KV-cache group's layers."""
     return next((group for name in layer_names if (group := getattr(layers[name], "group", None)) is not None), None)
 
@@ -47,7 +47,7 @@ def _before_collected(original: Any) -> Any:
         layers: dict[str, Any],
     ) -> None:
         for index in group_ids:
-            group = _group_of(kv_cache_config.kv_cache_groups[index].layer_names, layers)
+            group = group_of(kv_cache_config.kv_cache_groups[index].layer_names, layers)
             if group is not None and src_column != dst_column:
                 table = request.block_ids[index]
                 blocks = torch.tensor([[table[src_column]], [table[dst_column]]], device=group.cursors.device)
@@ -87,7 +87,7 @@ def _moves(
     layers = state.vllm_config.compilation_config.static_forward_context
     found = []
     for index, kv_group in enumerate(kv_cache_config.kv_cache_groups):
-        group = _group_of(kv_group.layer_names, layers)
+        group = group_of(kv_group.layer_names, layers)
         if group is not None:
             device = group.cursors.device
             at = torch.from_numpy(rows).to(device)

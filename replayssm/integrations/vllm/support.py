@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import asdict
 from typing import Any
 
 from replayssm.checks import ReplayError, check_choice, fail
-from replayssm.integrations.vllm.options import chosen_options
+from replayssm.integrations.vllm.options import KEY, chosen_options
 
 VERSIONS = ("0.32", "0.33")
 DRAFTS = (None, "ngram", "ngram_gpu", "mtp")
 DRAFTS_SERVED = "drafts are served on a GPU, without a draft model of its own state"
 CACHE_MODES = "prefix caching keeps states at the ends of blocks; not with drafts: use --no-enable-prefix-caching"
-# Without kimi_linear, whose layer (kda.py) awaits its check in vLLM on a GPU.
-MODEL_TYPES = ("falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+MODEL_TYPES = ("falcon_h1", "granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
 
 def check_when_configured() -> None:
@@ -28,9 +28,12 @@ def check_when_configured() -> None:
     def checked(config: Any) -> None:
         original(config)
         model = config.model_config
-        asked = model is not None and chosen_options(config.additional_config) is not None
-        if asked and model.runner_type != "draft":
+        options = None if model is None else chosen_options(config.additional_config)
+        if options is not None and model.runner_type != "draft":
             check_supported(config)
+            # vLLM finds compiled models by a hash of its configuration, which the environment is no part of.
+            if isinstance(config.additional_config, dict):
+                config.additional_config = {**config.additional_config, KEY: asdict(options)}
 
     VllmConfig.__post_init__ = checked
 

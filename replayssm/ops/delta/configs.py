@@ -18,9 +18,11 @@ class LaunchConfig:
     (None: all; what is requested later does not delay the ring's rows); settle: a flushing row in the last 1 / settle
     of the batch trades places with an early one (0: off); interleave: rows whose programs alternate; pdl: programmatic
     dependent launch; hint: before the previous kernel is done, ask the memory for the state (1; its first hint_rows
-    V-rows a program, if not 0), and for the ring's rows (2); flushers: so many flushing rows have programs of their
-    own, a tile each (in batches of at most 64 rows). settle excludes hint and flushers. tensor_cores: they read a
-    16-bit checkpoint, in tiles of 16 V-rows a warp.
+    V-rows a program, if not 0), and for the ring's rows, dead ones too (2), by the first hint_first programs (0: all);
+    guess: load the cursors of the slot that was named then; flushers: so many flushing rows have programs of their own,
+    a tile each (in batches of at most 64 rows that flush at different steps); appenders: so many programs a row write
+    the new tokens after all others (0: each program its own). settle excludes hint, guess and flushers. tensor_cores:
+    they read a 16-bit checkpoint, in tiles of 16 V-rows a warp.
     """
 
     backend: str
@@ -35,7 +37,10 @@ class LaunchConfig:
     early: int | None = None
     hint: int = 0
     hint_rows: int = 0
+    hint_first: int = 0
     flushers: int = 0
+    appenders: int = 0
+    guess: bool = False
     tensor_cores: bool = False
 
     def __str__(self) -> str:
@@ -45,7 +50,10 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a choice depends on besides the batch. aligned: state, ring_v and ring_u allow 16-byte accesses."""
+    """What a choice depends on besides the batch.
+
+    aligned: state, ring_v and ring_u allow 16-byte accesses. spread: rows flush at different steps.
+    """
 
     num_k_heads: int
     num_v_heads: int
@@ -56,6 +64,7 @@ class Shape:
     ring_len: int
     aligned: bool
     arch: str
+    spread: bool = True
 
 
 def _step(block_v: int, num_tiles: int, stages: int, registers: int, **more: Any) -> LaunchConfig:
@@ -72,10 +81,10 @@ STEP = {
     (False, 4): (
         (96, _step(32, 1, 1, 96, early=8, hint=2)),
         (192, _step(64, 1, 1, 128, early=16, hint=2)),
-        (768, _step(64, 1, 1, 128, early=16, hint=2, hint_rows=16)),
-        (1536, _step(64, 2, 1, 128, early=16, hint=2, hint_rows=16, flushers=1)),
-        (3072, _step(64, 2, 1, 128, early=16, flushers=3)),
-        (6144, _step(64, 8, 1, 128, early=16, flushers=3)),
+        (768, _step(64, 1, 1, 128, early=16, hint=1, hint_rows=16, guess=True)),
+        (1536, _step(64, 2, 1, 128, early=16, hint=1, hint_rows=16, flushers=1)),
+        (3072, _step(64, 4, 1, 128, early=16, hint=1, hint_rows=16, flushers=3, appenders=4)),
+        (6144, _step(64, 8, 1, 128, early=16, hint=1, hint_rows=16, flushers=3)),
         (12288, _step(64, 4, 1, 128, early=16, settle=2, interleave=8)),
         (24576, _step(64, 4, 2, 168, settle=8, interleave=8)),
         (1 << 40, _step(64, 4, 1, 128, settle=8, interleave=8)),
@@ -92,8 +101,8 @@ STEP = {
     (True, 4): (
         (96, _step(32, 1, 1, 96, hint=2)),
         (384, _step(64, 1, 1, 128, early=16, hint=2)),
-        (768, _step(64, 1, 1, 128, early=16, hint=1)),
-        (3072, _step(64, 2, 1, 128, early=16, flushers=3)),
+        (768, _step(64, 1, 1, 128, early=16, hint=1, hint_rows=16, guess=True)),
+        (3072, _step(64, 2, 1, 128, early=16, hint=1, hint_rows=16, hint_first=528, flushers=3, appenders=4)),
         (6144, _step(64, 2, 1, 128, settle=2, interleave=8)),
         (1 << 40, _step(64, 2, 1, 128, early=16, settle=8, interleave=8)),
     ),
@@ -105,8 +114,6 @@ STEP = {
         (1 << 40, _step(64, 2, 2, 128, settle=8, interleave=8, tensor_cores=True)),
     ),
 }
-# Up to how many such tiles stepwise decoding was faster than a cycle whose rows flush together, as small caches do.
-STEPWISE_WINS = {(False, 4): 0, (False, 2): 0, (True, 4): 0, (True, 2): 0}
 STEPWISE = {4: ((1536, _stepwise(16, 2)), (1 << 40, _stepwise(8, 1))), 2: ((1 << 40, _stepwise(32, 2)),)}
 MATERIALIZE = LaunchConfig("gluon", 32, 4)
 # The Gluon kernels hold tiles of these K; their ring loops take up to 32 rows at once.
@@ -121,8 +128,10 @@ def step_config(batch: int, shape: Shape) -> LaunchConfig:
     if not _gluon_fits(shape) or shape.ring_len > GLUON_RING_LEN:
         return _portable(shape)
     config = _with_tiles(_pick(STEP[shape.kda, shape.state_bytes], batch, shape), shape)
-    if config.flushers == 0 or batch <= MOST_ROWS_WITH_FLUSHERS:
+    if config.flushers == 0 or (shape.spread and batch <= MOST_ROWS_WITH_FLUSHERS):
         return config
+    if not shape.spread:
+        return replace(config, flushers=0)
     return replace(config, flushers=0, hint=0, settle=2, interleave=8)
 
 
@@ -131,7 +140,8 @@ def step_options(config: LaunchConfig) -> dict[str, Any]:
     early = config.block_v if config.early is None else config.early
     options = {"NUM_TILES": config.num_tiles, "STAGES": config.stages, "EARLY": early, "SETTLE": config.settle}
     options |= {"INTERLEAVE": config.interleave, "HINT": config.hint, "HINT_ROWS": config.hint_rows}
-    return options | {"FLUSHERS": config.flushers, "TENSOR_CORES": config.tensor_cores}
+    options |= {"HINT_FIRST": config.hint_first, "FLUSHERS": config.flushers, "APPENDERS": config.appenders}
+    return options | {"TENSOR_CORES": config.tensor_cores, "GUESS": config.guess}
 
 
 @cache
@@ -146,14 +156,15 @@ def materialize_config(shape: Shape) -> LaunchConfig:
     return MATERIALIZE if _gluon_fits(shape) else _portable(shape)
 
 
-def stepwise_wins(batch: int, shape: Shape) -> bool:
-    """Whether a batch this small decodes faster without a ring; for a plan, as a cache cannot change its mind."""
-    return _gluon_fits(shape) and _num_tiles(batch, shape) <= STEPWISE_WINS[shape.kda, shape.state_bytes]
+def flushes_in_chunks(config: LaunchConfig, chunk: bool) -> bool:
+    """Whether a flush takes its rows together where it may: by tiles of at least 16 V-rows a warp."""
+    return chunk and config.backend == "gluon" and config.block_v >= 16 * config.num_warps
 
 
-def route(batch: int, shape: Shape) -> str:
+def route(batch: int, shape: Shape, chunk: bool = False) -> str:
     """One line for a plan: what a decode step of this batch runs."""
-    return str(step_config(batch, shape))
+    config = step_config(batch, shape)
+    return f"{config}, flushes in chunks" if flushes_in_chunks(config, chunk) else str(config)
 
 
 def _gluon_fits(shape: Shape) -> bool:

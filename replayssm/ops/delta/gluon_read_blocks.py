@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from replayssm.ops.delta.gluon_read_codes import as_shape
 from replayssm.ops.delta.gluon_read_encode import squared_error
 from replayssm.ops.delta.gluon_read_lean import encode_int8, encode_nvfp4
 from replayssm.ops.gluon_chunk import PIECE, from_pieces, in_chunk_order, split3, to_pieces
@@ -24,36 +25,46 @@ def chunk_width(read):
     return 32 if read == "int8" else 64
 
 
+@gluon.constexpr_function
+def columns_shared():
+    """Shared memory of the columns of a piece [columns, 32]: an operand without bank conflicts."""
+    return gl.SwizzledSharedLayout(8, 2, 4, order=[1, 0])
+
+
 @gluon.jit
 def stage_columns(columns_at, k, q, WIDTH: gl.constexpr):
-    """Put k and q [K] (sliced from [columns, K]) into shared memory [columns, K] in chunk order."""
+    """Put k and q [K] (sliced from [columns, K]) into shared memory [pieces of K, columns, 32] in chunk order."""
+    PIECES: gl.constexpr = k.shape[0] // PIECE
     n = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, k.type.layout.parent)), 1)
     high, middle, low = split3(gl.where(n < 3, gl.expand_dims(k, 0), gl.expand_dims(q, 0)))
     part = n % 3
     x = gl.where(part == 0, high, gl.where(part == 1, middle, low))
-    columns_at.store(in_chunk_order(gl.where(n < 6, x, gl.zeros_like(x)), WIDTH))
+    x = in_chunk_order(gl.where(n < 6, x, gl.zeros_like(x)), WIDTH)
+    x = gl.permute(gl.reshape(x, [COLUMNS, PIECES, PIECE]), (1, 0, 2))
+    rows_at = as_shape(columns_at, gl.bfloat16, [PIECES * COLUMNS, PIECE], columns_shared())
+    rows_at.store(gl.reshape(x, [PIECES * COLUMNS, PIECE]))
 
 
 @gluon.jit
-def add_products(X, pieces, columns_at, first: gl.constexpr, MMA: gl.constexpr):
+def add_products(X, pieces, columns_at, first, MMA: gl.constexpr):
     """X [V, columns] plus what bf16 pieces, from number `first` on, give with the staged columns."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     for c in gl.static_range(len(pieces)):
-        right = columns_at.slice((first + c) * PIECE, PIECE, dim=1).permute((1, 0)).load(RIGHT)
+        right = columns_at.index(first + c).permute((1, 0)).load(RIGHT)
         X = mma_v2(gl.convert_layout(pieces[c], LEFT, assert_trivial=True), right, X)
     return X
 
 
 @gluon.jit
-def offsets(c: gl.constexpr, COUNT: gl.constexpr, PITCH: gl.constexpr, L: gl.constexpr, V: gl.constexpr):
+def offsets(c, COUNT: gl.constexpr, PITCH: gl.constexpr, L: gl.constexpr, V: gl.constexpr):
     """Offsets of COUNT columns of chunk c in rows of PITCH."""
     row = gl.expand_dims(gl.arange(0, V, layout=gl.SliceLayout(1, L)) * PITCH, 1)
     return row + gl.expand_dims(c * COUNT + gl.arange(0, COUNT, layout=gl.SliceLayout(0, L)), 0)
 
 
 @gluon.jit
-def store_chunk(to, x, c: gl.constexpr, CHUNKS: gl.constexpr):
+def store_chunk(to, x, c, CHUNKS: gl.constexpr):
     """Store chunk c of the columns of a tile; `to` is the tile's first row."""
     L: gl.constexpr = x.type.layout
     COUNT: gl.constexpr = x.shape[1]
@@ -69,10 +80,10 @@ def join_rows(x, L: gl.constexpr):
 @gluon.jit
 def row_most(S):
     """The largest magnitude of every row of a tuple of pieces; NaN if one is."""
-    most = gl.reduce(gl.abs(S[0]), 1, larger)
+    most = gl.abs(S[0])
     for c in gl.static_range(1, len(S)):
-        most = larger(most, gl.reduce(gl.abs(S[c]), 1, larger))
-    return most
+        most = larger(most, gl.abs(S[c]))
+    return gl.reduce(most, 1, larger)
 
 
 @gluon.jit
@@ -135,7 +146,7 @@ def encode_int8_chunk(x, codes, scales, c: gl.constexpr, CHUNKS: gl.constexpr, M
 
 @gluon.jit
 def encode_nvfp4_chunk(
-    x, power, inverse_power, codes, scales, c: gl.constexpr, CHUNKS: gl.constexpr, MMA: gl.constexpr
+    x, power, inverse_power, codes, scales, c, CHUNKS: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
     """Write a chunk of four blocks in nvfp4; returns its values as bf16 pieces."""
     encoded, block_scales, numbers, full = encode_nvfp4(x, power, inverse_power)

@@ -11,18 +11,37 @@ from replayssm.ops.delta.gluon_read_blocks import COLUMNS, add_products, encode_
 from replayssm.ops.delta.gluon_read_renew import most
 from replayssm.ops.delta.gluon_read_tile import (
     chunk_of,
+    load_pieces,
+    load_rows_v,
+    load_tile,
     load_unit,
     load_values,
     renew_chunk,
     renew_rows,
-    replay_chunk,
-    solve_tile,
+    replay_pieces,
+    solve_rows,
     store_pieces,
     store_tile,
 )
 from replayssm.ops.gluon_encode import larger
 from replayssm.ops.gluon_flushers import opaque
 from replayssm.ops.gluon_formats import global_scale, largest_finite
+
+
+@gluon.jit
+def prefetch(at, nbytes):
+    """Bring `nbytes` (a multiple of 16) to the L2 cache."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r", [at, gl.to_tensor(nbytes)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -69,20 +88,28 @@ def flush_tiles(
     """
     TILES: gl.constexpr = V // BLOCK_V
     CODES_ROW: gl.constexpr = K // 2 if READ == "nvfp4" else K
-    FP8: gl.constexpr = state.dtype.element_ty == gl.uint8
+    BITS: gl.constexpr = state.dtype.element_ty.primitive_bitwidth
+    FP8: gl.constexpr = BITS == 8
+    KEEP: gl.constexpr = gl.num_warps() == 1
     WHOLE: gl.constexpr = FP8 or READ == "fp8"
     largest = gl.zeros([BLOCK_V], gl.float32, layout=gl.SliceLayout(1, MMA))
     for t in tl.range(TILES, disable_licm=True):
         first = opaque(t) * BLOCK_V
         unit = load_unit(state, state_scales, first, BLOCK_V)
-        left = solve_tile(
-            state, unit, ring_v, first, start, count, ring_len, seen_at, through, solve, K, V, BLOCK_V, ROWS, WIDTH, KDA
-        )
+        rows_v = load_rows_v(ring_v, first, start, count, ring_len, V, BLOCK_V, ROWS)
+        old = load_tile(state, first, K, BLOCK_V, WIDTH)
+        if t + 1 < TILES:
+            prefetch(state + (first + BLOCK_V) * K, BLOCK_V * K * BITS // 8)
+        left = solve_rows(old, rows_v, unit, seen_at, through, solve, KDA)
         X = gl.zeros([BLOCK_V, COLUMNS], gl.float32, layout=MMA)
         again = opaque(first)
         S = ()
         for c in gl.static_range(K // WIDTH):
-            x = replay_chunk(state, unit, again, left, left_at, last_at, last, c, K, BLOCK_V, WIDTH, KDA)
+            if KEEP:
+                x = chunk_of(old, c, WIDTH)
+            else:
+                x = load_pieces(state, again, c, K, BLOCK_V, WIDTH)
+            x = replay_pieces(x, unit, left, left_at, last_at, last, c, KDA)
             if not FP8:
                 x = store_pieces(x, state, first, c, K, WIDTH)
             if WHOLE:
@@ -127,7 +154,7 @@ def flush_tiles(
             # In the order opposite to that in which they were written.
             first = (TILES - 1 - opaque(i)) * BLOCK_V
             X = gl.zeros([BLOCK_V, COLUMNS], gl.float32, layout=MMA)
-            for c in gl.static_range(K // WIDTH):
+            for c in tl.range(K // WIDTH, disable_licm=True):
                 x = load_values(state, state_scales, first, c, K, BLOCK_V, WIDTH)
                 pieces = encode_nvfp4_chunk(
                     x, power, inverse_power, codes + first * CODES_ROW, scales + first * SCALES, c, K // WIDTH, MMA

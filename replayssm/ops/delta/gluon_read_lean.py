@@ -36,11 +36,14 @@ def any_of(x):
 
 @gluon.jit
 def squared_errors(a, unit, full):
-    """Sums over blocks of 16 of the squared errors of |x| with a scale: fp32, of a [V, n, 16]; unit, full [V, n]."""
+    """The codes of |x| with a scale, times 2^-14, and the sums over blocks of 16 of their squared errors in fp32.
+
+    a [V, n, 16]; unit, full [V, n].
+    """
     q = round_e2m1(a * gl.expand_dims(unit * 0.00006103515625, 2))
     q, minus = gl.broadcast(q, gl.expand_dims(full * -1.0, 2))
     off = gl.fma(q, minus, a)
-    return gl.sum(off * off, 2)
+    return q, gl.sum(off * off, 2)
 
 
 @gluon.jit
@@ -65,8 +68,7 @@ def encode_nvfp4(x, scale, inverse_scale):
 
     Returns bytes, block scales' bytes, signed codes times 2^-14 [V, n, 16], and what they are to be multiplied by.
     Everything stays times the head's scale and codes times 2^-14, powers of two that change no rounding. Where the fp32
-    sums of squared errors are so close that the format's integer sums might choose otherwise, those decide. Codes are
-    computed again for the scale that is chosen: keeping both takes more registers than there are.
+    sums of squared errors are so close that the format's integer sums might choose otherwise, those decide.
     """
     V: gl.constexpr = x.shape[0]
     BLOCKS: gl.constexpr = x.shape[1] // 16
@@ -83,9 +85,10 @@ def encode_nvfp4(x, scale, inverse_scale):
     unit_2 = reciprocal(scale_2, True) * inverse_scale
     full_1 = scale_1 * (scale * 16384.0)
     full_2 = scale_2 * (scale * 16384.0)
-    sum_1 = squared_errors(gl.abs(x), unit_1, full_1)
-    sum_2 = squared_errors(gl.abs(x), unit_2, full_2)
+    q_1, sum_1 = squared_errors(gl.abs(x), unit_1, full_1)
+    q_2, sum_2 = squared_errors(gl.abs(x), unit_2, full_2)
     better = sum_2 < sum_1
+    q = gl.where(gl.expand_dims(better, 2), q_2, q_1)
     # 16 roundings to integers in steps of 2^-20 of the first scale's square, and some 20 of fp32.
     step = full_1 * 5.960464477539063e-08
     total = sum_1 + sum_2
@@ -97,10 +100,8 @@ def encode_nvfp4(x, scale, inverse_scale):
     if any_of(close) > 0:
         y = gl.where(gl.expand_dims(finite, 2), gl.abs(x), 0.0)
         better = second_is_better(y, unit_1, unit_2, full_1, full_2)
-        most = gl.expand_dims(gl.where(better, float("inf"), full_1 * 0.0003662109375), 2)
-        x = gl.where(gl.abs(x) > most, gl.where(x > 0.0, most, most * -1.0), x)
-    unit = gl.where(better, unit_2, unit_1)
-    q = round_e2m1(gl.abs(x) * gl.expand_dims(unit * 0.00006103515625, 2))
+        unit = gl.where(better, unit_2, unit_1)
+        q = round_e2m1(gl.minimum(y * gl.expand_dims(unit * 0.00006103515625, 2), 0.0003662109375))
     sign = x.to(gl.int32, bitcast=True) & -0x80000000
     signed = (q.to(gl.int32, bitcast=True) | sign).to(gl.float32, bitcast=True)
     full = gl.where(finite, gl.where(better, full_2, full_1), float("nan"))

@@ -35,7 +35,7 @@ def chunk_of(S, c: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def load_values(state, state_scales, first_row, c: gl.constexpr, K: gl.constexpr, BLOCK_V: gl.constexpr,
+def load_values(state, state_scales, first_row, c, K: gl.constexpr, BLOCK_V: gl.constexpr,
                 WIDTH: gl.constexpr):  # fmt: skip
     """A chunk of the checkpoint in fp32, as a read of it gives it."""
     L: gl.constexpr = chunk_layout(BLOCK_V, WIDTH, gl.num_warps())
@@ -68,42 +68,39 @@ def load_unit(state, state_scales, first_row, BLOCK_V: gl.constexpr):
 
 
 @gluon.jit
-def solve_tile(
-    state, unit, ring_v, first_row, start, count, ring_len, seen_at, through, solve,
-    K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
-    KDA: gl.constexpr,
-):  # fmt: skip
-    """The parts of a tile's u; seen_at: keys that S is multiplied by; through (GDN): what multiplies the products."""
-    MMA: gl.constexpr = mma_layout(gl.num_warps())
-    v = load_rows_v(ring_v, first_row, start, count, ring_len, V, BLOCK_V, ROWS).to(gl.float32)
-    zero = gl.zeros([BLOCK_V, ROWS], gl.float32, layout=MMA)
-    chunks = ()
+def load_tile(state, first_row, K: gl.constexpr, BLOCK_V: gl.constexpr, WIDTH: gl.constexpr):
+    """A tile of the checkpoint as `load_pieces`."""
+    S = ()
     for c in gl.static_range(K // WIDTH):
-        chunks = chunks + load_pieces(state, first_row, c, K, BLOCK_V, WIDTH)
-    W = seen_by_rows(chunks, seen_at, 0, zero, MMA)
-    if not KDA:
-        W *= gl.expand_dims(through, 0)
-    return left_parts(products(left_parts(v - W * unit, MMA), solve, zero), MMA)
+        S = S + load_pieces(state, first_row, c, K, BLOCK_V, WIDTH)
+    return S
 
 
 @gluon.jit
-def replay_chunk(
-    state, unit, first_row, left, left_at, last_at, last, c: gl.constexpr, K: gl.constexpr, BLOCK_V: gl.constexpr,
-    WIDTH: gl.constexpr, KDA: gl.constexpr,
-):  # fmt: skip
-    """Chunk c of a tile with the staged rows folded in, as pieces in fp32.
+def solve_rows(S, v, unit, seen_at, through, solve, KDA: gl.constexpr):
+    """The parts of a tile's u; v: of the rows; seen_at: keys that S is multiplied by; through (GDN): what multiplies
+    the products."""
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    zero = gl.zeros(v.shape, gl.float32, layout=MMA)
+    W = seen_by_rows(S, seen_at, 0, zero, MMA)
+    if not KDA:
+        W *= gl.expand_dims(through, 0)
+    return left_parts(products(left_parts(v.to(gl.float32) - W * unit, MMA), solve, zero), MMA)
+
+
+@gluon.jit
+def replay_pieces(S, unit, left, left_at, last_at, last, c: gl.constexpr, KDA: gl.constexpr):
+    """Chunk c of a tile, as loaded, with the staged rows folded in, as pieces in fp32.
 
     left, left_at: u's parts and the keys that they multiply; last (KDA: last_at [K]): what S fades by.
     """
     MMA: gl.constexpr = mma_layout(gl.num_warps())
-    PIECES: gl.constexpr = WIDTH // PIECE
-    S = load_pieces(state, first_row, c, K, BLOCK_V, WIDTH)
     new = ()
-    for i in gl.static_range(PIECES):
+    for i in gl.static_range(len(S)):
         if KDA:
-            last = gl.expand_dims(last_at.slice((c * PIECES + i) * PIECE, PIECE).load(gl.SliceLayout(0, MMA)), 0)
+            last = gl.expand_dims(last_at.slice((c * len(S) + i) * PIECE, PIECE).load(gl.SliceLayout(0, MMA)), 0)
         x = S[i].to(gl.float32) * unit
-        new = new + (replay_piece(x, left, left_at, c * PIECES + i, last, MMA),)
+        new = new + (replay_piece(x, left, left_at, c * len(S) + i, last, MMA),)
     return new
 
 

@@ -14,23 +14,25 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.ops.delta.gluon_common import sigmoid
 from replayssm.ops.delta.gluon_early import give_hints
-from replayssm.ops.delta.gluon_window_gdn import decays, gdn_tables, load_new_gates, load_old_beta, load_old_gates
-from replayssm.ops.delta.gluon_window_kda import (
-    append_vector,
-    kda_tables,
-    load_new_vector,
-    load_old_vector,
-    vector_decays,
+from replayssm.ops.delta.gluon_window_channels import (
+    append_channels,
+    channel_decays,
+    channel_space,
+    load_gates,
+    load_new_channels,
+    stage_channels,
 )
+from replayssm.ops.delta.gluon_window_gdn import decays, gdn_tables, load_new_gates, load_old_beta, load_old_gates
+from replayssm.ops.delta.gluon_window_kda_tables import channel_tables
 from replayssm.ops.delta.gluon_window_loop import run_tiles
 from replayssm.ops.delta.gluon_window_place import is_elsewhere, take_place
-from replayssm.ops.delta.gluon_window_prepare import prepare_fold, prepare_replay
+from replayssm.ops.delta.gluon_window_prepare import prepare_channel_fold, prepare_fold, prepare_replay
 from replayssm.ops.delta.gluon_window_rows import append_keys, gates_layout, load_columns, load_keys, stage_rows
-from replayssm.ops.delta.gluon_window_tile import fetch_values
+from replayssm.ops.delta.gluon_window_solve import solution_shared, stage_solution
+from replayssm.ops.delta.gluon_window_tile import fetch_from, fetch_values
 from replayssm.ops.gluon_chunk import rows_shared
 from replayssm.ops.gluon_window_parts import (
     columns_shared,
-    fetch_rest,
     fetch_tile,
     mma_layout,
     state_shared,
@@ -102,10 +104,11 @@ def delta_window_kernel(
     committed = gl.load(cursors + slot * 4 + 1)
     limit = gl.load(cursors + slot * 4 + 2)
     tiles = gl.allocate_shared_memory(STATE, [STAGES, BLOCK_V, K], state_shared(BITS))
-    values_at = gl.allocate_shared_memory(
-        ACT, [STAGES + 1, ROWS, BLOCK_V], gl.SwizzledSharedLayout(8, 1, min(8, BLOCK_V // 8), order=[1, 0])
-    )
-    v_at = gl.allocate_shared_memory(ACT, [STAGES + 1, TOKENS, BLOCK_V], PLAIN)
+    VALUES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, BLOCK_V // 8), order=[1, 0])
+    values_at = gl.allocate_shared_memory(ACT, [STAGES + 1, ROWS, BLOCK_V], VALUES)
+    # Of twice as many rows as there are tokens, since as many columns are read.
+    NEW: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(TOKENS, BLOCK_V // 8), order=[1, 0])
+    v_at = gl.allocate_shared_memory(ACT, [STAGES + 1, 2 * TOKENS, BLOCK_V], NEW)
     # Strides of the state come in 16-byte chunks, which proves its alignment.
     stride_state_head = chunks_state_head * (128 // BITS)
     state += (slot * chunks_state_slot + head * chunks_state_head) * (128 // BITS) + first_v * K
@@ -124,7 +127,7 @@ def delta_window_kernel(
     b = gl.load(beta + b_head * stride_beta_head + b_token * stride_beta_token, mask=b_token < length, other=0.0)
     g += first * stride_g_token + head * stride_g_head
     if KDA:
-        new, a_log, bias = load_new_vector(
+        new, a_log, bias = load_new_channels(
             g, A_log + head, dt_bias + head * K, length, stride_g_token, K, TOKENS, RAW, HAS_BIAS
         )
     else:
@@ -135,7 +138,6 @@ def delta_window_kernel(
     flush = (committed > 0) & (committed + length > gl.minimum(limit, buffer_len))
     # The ring's rows too before anything branches or waits: behind it the compiler would let them wait for each other.
     fresh = start + committed
-    seen = gl.where(flush, 0, committed)
     ring_k += slot * stride_rk_slot + k_head * stride_rk_head
     ring_v += slot * stride_rv_slot + head * stride_rv_head + first_v
     ring_u += slot * stride_ru_slot + head * stride_ru_head + first_v
@@ -146,7 +148,7 @@ def delta_window_kernel(
     old = gl.where(flush, ring_v, ring_u)
     stride_old_head = gl.where(flush, stride_rv_head, stride_ru_head)
     if KDA:
-        own, younger = load_old_vector(ring_g, start, seen, ring_len, K, ROWS)
+        gates = load_gates(ring_g, start, committed, ring_len, K, ROWS)
     else:
         own, younger = load_old_gates(ring_g, start, committed, ring_len, stride_rg_head, HEADS, ROWS)
     b_old = load_old_beta(ring_beta, start, committed, ring_len, stride_rb_head, HEADS, ROWS)
@@ -161,35 +163,40 @@ def delta_window_kernel(
         async_copy.wait_group(0)
         return
     for s in gl.static_range(STAGES):
-        if begin + s < end:
+        # A bound that the compiler does not fold: behind the branch it would let the copies wait for the ring's rows.
+        if begin + s < gl.minimum(committed + end, end):
             to_h, to_col = (begin + s) // PER_HEAD, (begin + s) % PER_HEAD * BLOCK_V
             fetch_values(
                 values_at.index(s), v_at.index(s), old + (to_h * stride_old_head + to_col),
                 v + (to_h * stride_v_head + to_col), start, committed, length, ring_len, stride_v_token, V,
             )  # fmt: skip
             if s == 0:
-                fetch_rest(tiles.index(0), first_state, K, BLOCK_V, EARLY)
+                fetch_from(tiles.index(0), first_state, EARLY, K)
             else:
                 fetch_tile(tiles.index(s), state + (to_h * stride_state_head + to_col * K), K, BLOCK_V)
         async_copy.commit_group()
 
-    raw_at = gl.allocate_shared_memory(ACT, [ROWS, K], rows_shared())
-    raw_columns_at = gl.allocate_shared_memory(ACT, [16, K], rows_shared())
-    norm_at = gl.allocate_shared_memory(gl.float32, [ROWS + 16], FLAT)
     score_at = gl.allocate_shared_memory(gl.float32, [ROWS, COLUMNS], PLAIN)
-    columns_at = gl.allocate_shared_memory(READ, [COLUMNS, K], columns_shared(128 // BITS))
     coef_at = gl.allocate_shared_memory(gl.float32, [TOKENS * HEADS, COLUMNS], FLAT)
-    beta_at = gl.allocate_shared_memory(gl.float32, [HEADS * TOKENS, 1], FLAT)
+    beta_at = gl.allocate_shared_memory(gl.float32, [TOKENS, HEADS], FLAT)
     scale_at = gl.allocate_shared_memory(gl.float32, [HEADS, COLUMNS], FLAT)
     fade_at = gl.allocate_shared_memory(gl.float32, [HEADS, ROWS], FLAT)
     grown_at = gl.allocate_shared_memory(gl.float32, [HEADS, ROWS], FLAT)
     through_at = gl.allocate_shared_memory(gl.float32, [HEADS, 1], FLAT)
-    tables = (columns_at, coef_at, beta_at, scale_at, fade_at, through_at)
-    stage_rows(raw_at, raw_columns_at, norm_at, keys, columns, scale, ROWS, TOKENS, NORM)
+    solution_at = gl.allocate_shared_memory(gl.bfloat16, [2 * HEADS, 4 * TOKENS, COLUMNS], solution_shared())
+    if KDA:
+        space = channel_space(ROWS, K)
+        plain_at = gl.allocate_shared_memory(gl.float32, [COLUMNS * K], FLAT)
+        stage_channels(space, plain_at, keys, gates, columns, NORM)
+    else:
+        raw_at = gl.allocate_shared_memory(ACT, [ROWS, K], rows_shared())
+        raw_columns_at = gl.allocate_shared_memory(ACT, [16, K], rows_shared())
+        norm_at = gl.allocate_shared_memory(gl.float32, [ROWS + 16], FLAT)
+        stage_rows(raw_at, raw_columns_at, norm_at, keys, columns, scale, ROWS, TOKENS, NORM, 128 // BITS)
     b = b.to(gl.float32)
     if RAW:
         b = gl.where(b_token < length, sigmoid(b), 0.0)
-    view(beta_at, [HEADS, TOKENS], PLAIN).store(b)
+    view(beta_at, [TOKENS, HEADS], PLAIN).permute((1, 0)).store(b)
     # Of the window's rows, those that all V-rows share are appended once; u and v go with the tiles.
     skipped = gl.where(begin == 0, gl.where(first_v == 0, 0, 1), HEADS)
     mine = (b_head >= skipped) & (b_token < length)
@@ -197,28 +204,34 @@ def delta_window_kernel(
     if (chunk == 0) & (begin == 0):
         append_keys(ring_k, columns, fresh, length, ring_len, K, TOKENS)
     if KDA:
-        new = vector_decays(new, a_log, bias, length, lower_bound, RAW, BOUNDED)
+        new = channel_decays(new, a_log, bias, length, lower_bound, RAW, BOUNDED)
         if skipped == 0:
-            append_vector(ring_g, new, fresh, length, ring_len)
-        kda_tables(
-            raw_at, raw_columns_at, norm_at, columns_at, score_at, coef_at, own, younger, new, parents + first, length,
-            K, ROWS, TOKENS, TREE,
+            append_channels(ring_g, new, fresh, length, ring_len)
+        columns_at = gl.allocate_shared_memory(READ, [COLUMNS, K], columns_shared(128 // BITS))
+        channel_tables(
+            space, plain_at, columns_at, score_at, coef_at, new, parents + first, length, flush, scale, ROWS, TOKENS,
+            TREE, NORM,
         )  # fmt: skip
     else:
         new = decays(new, a_log, bias, length, lower_bound, TOKENS, RAW, BOUNDED)
         gl.store(ring_g + b_head * stride_rg_head + wrap(fresh + b_token, ring_len), new, mask=mine)
-        columns_at.store(columns.to(READ))
         gdn_tables(
             raw_at, raw_columns_at, norm_at, score_at, coef_at, scale_at, fade_at, through_at, own, younger, new,
             parents + first, length, HEADS, ROWS, TOKENS, TREE,
         )  # fmt: skip
+        # So late that it takes the place of what the tables needed.
+        columns_at = gl.allocate_shared_memory(READ, [COLUMNS, K], columns_shared(128 // BITS))
+        columns_at.store(columns.to(READ))
+    stage_solution(coef_at, beta_at, scale_at, solution_at, HEADS, TOKENS, not KDA)
     gdc_launch_dependents()
-    rows = (raw_at, norm_at, keys, own, b_old)
     rings = (ring_k, ring_g, ring_beta, start, committed, ring_len, stride_rg_head, stride_rb_head)
-    if CHUNK:
-        folding = prepare_fold(rows, rings, grown_at, flush, HEADS, 128 // BITS, KDA)
-    else:
+    if not CHUNK:
         folding = prepare_replay(rings, flush, HEADS, K, ROWS, KDA, NORM)
+    elif KDA:
+        folding = prepare_channel_fold(space, b_old, flush, ROWS, K, 128 // BITS)
+    else:
+        folding = prepare_fold((raw_at, norm_at, keys, own, b_old), grown_at, flush, HEADS, 128 // BITS)
+    tables = (columns_at, solution_at, fade_at, through_at)
     weight = score_at.load(gl.DotOperandLayout(1, MMA, 2))
     out += first_v
     # Two loops, so that what a flush needs takes no registers from those who read.

@@ -13,10 +13,9 @@ from replayssm.ops.gluon_chunk import (
     left_parts,
     parts_of,
     products,
+    row_of_columns,
     rows_shared,
     split3,
-    triangle_layout,
-    unit_lower_inverse,
 )
 from replayssm.ops.gluon_window_parts import mma_layout
 from replayssm.ops.mamba2.gluon_names import view
@@ -47,18 +46,73 @@ def from_update_order(x, KW: gl.constexpr, LS: gl.constexpr):
 
 
 @gluon.jit
+def to_key_order(x, KW: gl.constexpr):
+    """[rows, K] with its columns in the order in which products meet those of a thread that loads KW neighbours."""
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    x = gl.reshape(x, [rows, columns // (8 * KW), 2, 4, KW // 2, 2])
+    return gl.reshape(gl.permute(x, (0, 1, 4, 2, 3, 5)), [rows, columns])
+
+
+@gluon.jit
+def key_operands(S, KW: gl.constexpr):
+    """The parts of a chunk of a tile as left operands in `to_key_order`; no data moves."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, mma_layout(gl.num_warps()), 2)
+    parts = parts_of(S)
+    operands = ()
+    for i in gl.static_range(len(parts)):
+        operands = operands + (gl.convert_layout(to_key_order(parts[i], KW), LEFT, assert_trivial=True),)
+    return operands
+
+
+@gluon.constexpr_function
+def band_layout(warps):
+    """[heads, 4, rows]: a thread has a column of a head."""
+    return gl.BlockedLayout([1, 4, 1], [1, 1, 32], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def inverse_bands(coef_at, HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """(I + A)^-1 by forward substitution as in `unit_lower_inverse`, a tuple of four rows each [heads, 4, rows].
+
+    Rows above the one that is being substituted do not change and are left out.
+    """
+    L: gl.constexpr = band_layout(gl.num_warps())
+    i = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, L))), 0), 2)
+    j = gl.expand_dims(gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(1, L))), 0), 1)
+    bands = ()
+    for band in gl.static_range(ROWS // 4):
+        unit = gl.where(i + 4 * band == j, 1.0, 0.0)
+        bands = bands + (unit + gl.zeros([HEADS, 4, ROWS], gl.float32, layout=L),)
+    for t in gl.static_range(ROWS - 1):
+        solved = gl.expand_dims(row_of_columns(bands[t // 4], i, t % 4), 1)
+        changed = ()
+        for band in gl.static_range(ROWS // 4):
+            X = bands[band]
+            if 4 * band + 3 > t:
+                column = gl.expand_dims(coef_at.index(t).slice(4 * band, 4, dim=1).load(gl.SliceLayout(2, L)), 2)
+                column, X = gl.broadcast(column, X)
+                each, X = gl.broadcast(solved, X)
+                X = gl.fma(column, each, X)
+            changed = changed + (X,)
+        bands = changed
+    return bands
+
+
+@gluon.jit
 def stage_inverse(A, beta_at, coef_at, inverse_at, HEADS: gl.constexpr, ROWS: gl.constexpr):
     """(I + A)^-1 with its columns times beta to inverse_at [heads, rows, rows].
 
     A [heads, rows, rows] is strictly lower and lies in `triangle_layout`; beta_at [heads, rows].
     """
-    L: gl.constexpr = triangle_layout(ROWS, gl.num_warps())
+    L: gl.constexpr = band_layout(gl.num_warps())
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     view(coef_at, [ROWS, HEADS, ROWS], CUBE).permute((1, 2, 0)).store(0.0 - A)
-    inverse = unit_lower_inverse(view(coef_at, [ROWS, HEADS, ROWS], PLAIN), HEADS, ROWS)
+    bands = inverse_bands(view(coef_at, [ROWS, HEADS, ROWS], PLAIN), HEADS, ROWS)
     beta = gl.expand_dims(view(beta_at, [HEADS, ROWS], PLAIN).load(gl.SliceLayout(1, L)), 1)
-    view(inverse_at, [HEADS, ROWS, ROWS], CUBE).store(inverse * beta)
+    for band in gl.static_range(ROWS // 4):
+        view(inverse_at, [HEADS, ROWS, ROWS], CUBE).slice(4 * band, 4, dim=1).store(bands[band] * beta)
 
 
 @gluon.jit
@@ -101,7 +155,8 @@ def fold_rows(
 ):
     """The tile, a tuple of [V, columns] in `LS`, after the committed rows, in fp32.
 
-    v_at [rows, V], of which `committed` count; keys_at: parts [rows, K] of what multiplies the tile; updates_at: what U
+    v_at [rows, V], of which `committed` count; keys_at: parts [rows, K] of what multiplies the tile, in
+    `to_key_order`; updates_at: what U
     multiplies, in `to_update_order`; through: what the tile's columns decay by, a tuple; grow, fade [rows]: what W and
     U are multiplied by, where that is not in the keys already (KDA).
     """
@@ -113,7 +168,8 @@ def fold_rows(
     none = gl.zeros([BLOCK_V, ROWS], gl.float32, layout=MMA)
     W = none
     for c in gl.static_range(len(S)):
-        W += products(parts_of(S[c]), load_parts(keys_at, c, WIDTH, gl.DotOperandLayout(1, MMA, KW), True), none)
+        seen = products(key_operands(S[c], KW), load_parts(keys_at, c, WIDTH, RIGHT, True), none)
+        W = seen if c == 0 else W + seen
     if not KDA:
         W *= gl.expand_dims(grow, 0)
     live = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA)) < committed, 0)

@@ -5,19 +5,26 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.delta.gluon_window_fold import load_parts, stage_inverse, to_update_order
+from replayssm.ops.delta.gluon_window_fold import load_parts, stage_inverse, to_key_order, to_update_order
 from replayssm.ops.gluon_chunk import parts_of, products, triangle_layout
 from replayssm.ops.gluon_window_parts import add, mma_layout
 from replayssm.ops.mamba2.gluon_names import view
 
 
 @gluon.jit
-def stage_keys(keys, keys_at, updates_at, KW: gl.constexpr):
-    """Raw keys [rows, K] as operands of both products; keys that are one part lie at keys_at already."""
+def stage_keys(keys, keys_at, KW: gl.constexpr):
+    """Raw keys [rows, K] as operands of the product with a tile; keys that are one part lie at keys_at already."""
+    parts = parts_of(keys)
+    if len(parts) > 1:
+        for i in gl.static_range(len(parts)):
+            keys_at[i].store(to_key_order(parts[i], KW))
+
+
+@gluon.jit
+def stage_updates(keys, updates_at, KW: gl.constexpr):
+    """Raw keys [rows, K] as what U multiplies."""
     parts = parts_of(keys)
     for i in gl.static_range(len(parts)):
-        if len(parts) > 1:
-            keys_at[i].store(parts[i])
         updates_at[i].store(to_update_order(parts[i], KW))
 
 

@@ -8,18 +8,18 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from replayssm.ops.delta.gluon_window_flush import replay_tile
 from replayssm.ops.delta.gluon_window_fold import chunk_width, fold_rows
+from replayssm.ops.delta.gluon_window_solve import solve_tile
 from replayssm.ops.delta.gluon_window_tile import (
     add_rows,
     append_tile,
     fetch_values,
+    load_columns_of,
     load_tile,
     read_tile,
-    solve_tile,
     store_columns,
     store_tile,
 )
 from replayssm.ops.gluon_window_parts import fetch_tile, mma_layout
-from replayssm.ops.mamba2.gluon_names import view
 
 
 @gluon.jit
@@ -28,7 +28,7 @@ def fold_tile(S, state, rows_at, committed, tables, folding, h, K: gl.constexpr,
     IN_N: gl.constexpr = gl.SliceLayout(0, mma_layout(gl.num_warps()))
     WIDTH: gl.constexpr = S[0].shape[1]
     keys_at, updates_at, inverse_at, decayed_at, norm_at, grown_at = folding
-    columns_at, coef_at, beta_at, scale_at, fade_at, through_at = tables
+    columns_at, solution_at, fade_at, through_at = tables
     through = ()
     for c in gl.static_range(K // WIDTH):
         if KDA:
@@ -68,9 +68,9 @@ def run_tiles(
     WIDTH: gl.constexpr = chunk_width(BITS) if CHUNK else K
     MMA: gl.constexpr = mma_layout(WARPS)
     LS: gl.constexpr = gl.DotOperandLayout(0, MMA, 128 // BITS)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    columns_at, coef_at, beta_at, scale_at, fade_at, through_at = tables
+    columns_at, solution_at, fade_at, through_at = tables
     fresh = start + committed
+    columns = load_columns_of(columns_at, WIDTH, 128 // BITS)
     # A bound that the compiler does not fold: Triton 3.6 crashes on the single turn of one tile.
     for i in range(begin, gl.minimum(committed + end, end)):
         h = i // PER_HEAD
@@ -80,7 +80,7 @@ def run_tiles(
         S = load_tile(tile, WIDTH, LS)
         if not FLUSH:
             # Before the tile is overwritten, so that it need not be in registers as a whole.
-            X = read_tile(S, columns_at, 128 // BITS, ACT)
+            X = read_tile(S, columns, ACT)
         rows_at = values_at.index((i - begin) % (STAGES + 1))
         new_at = v_at.index((i - begin) % (STAGES + 1))
         if i + STAGES < end:
@@ -102,16 +102,14 @@ def run_tiles(
                     S, ring_v + (h * stride_rv_head + col), here, folding, h, start, committed, ring_len, HEADS, K, V,
                     BLOCK_V, ROWS, KDA, LS,
                 )  # fmt: skip
-            X = read_tile(S, columns_at, 128 // BITS, ACT)
+            X = read_tile(S, load_columns_of(columns_at, WIDTH, 128 // BITS), ACT)
         else:
             seen_weight = weight
             if not KDA:
                 X *= gl.expand_dims(through_at.index(h).load(gl.SliceLayout(1, MMA)), 1)
                 seen_weight *= gl.expand_dims(fade_at.index(h).load(gl.SliceLayout(1, weight.type.layout)), 1)
             X = add_rows(X, rows_at, seen_weight, committed)
-        if not KDA:
-            X *= gl.expand_dims(scale_at.index(h).load(gl.SliceLayout(0, MMA)), 0)
-        X = solve_tile(X, view(new_at, [TOKENS, BLOCK_V], FLAT), coef_at, beta_at, h, length, HEADS, TOKENS)
+        X = solve_tile(X, new_at, solution_at, h, length, HEADS, TOKENS)
         store_columns(
             X, ring_u + (h * stride_ru_head + col), out + (h * stride_out_head + col), fresh, length, ring_len,
             stride_out_token, V, TOKENS,

@@ -5,40 +5,50 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from replayssm.ops.delta.gluon_read_codes import as_shape
 from replayssm.ops.delta.gluon_window_flush import serial_tables, stage_flush
 from replayssm.ops.delta.gluon_window_fold import allocate_parts
-from replayssm.ops.delta.gluon_window_gdn_flush import gdn_inverse, stage_keys
+from replayssm.ops.delta.gluon_window_gdn_flush import gdn_inverse, stage_keys, stage_updates
 from replayssm.ops.delta.gluon_window_kda_flush import kda_inverse, stage_decayed_keys
-from replayssm.ops.gluon_chunk import num_parts
+from replayssm.ops.gluon_chunk import num_parts, rows_shared
 
 
 @gluon.jit
-def prepare_fold(rows, rings, grown_at, flush, HEADS: gl.constexpr, KW: gl.constexpr, KDA: gl.constexpr):
-    """The tables that `fold_tile` takes, filled if the row flushes.
+def prepare_fold(rows, grown_at, flush, HEADS: gl.constexpr, KW: gl.constexpr):
+    """The tables that `fold_tile` takes (GDN), filled if the row flushes.
 
     rows: staged raw keys and norms, and in registers keys, log decays and betas.
     """
     raw_at, norm_at, keys, own, beta = rows
-    ring_k, ring_g, ring_beta, start, committed, ring_len, stride_rg_head, stride_rb_head = rings
     ROWS: gl.constexpr = raw_at.shape[0]
     K: gl.constexpr = raw_at.shape[1]
-    PARTS: gl.constexpr = 3 if KDA else num_parts(raw_at.dtype)
-    inverse_at = gl.allocate_shared_memory(
-        gl.float32, [HEADS, ROWS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
-    )
-    if KDA:
-        if flush:
-            kda_inverse(raw_at, norm_at, ring_g, start, committed, ring_len, beta, inverse_at, ROWS, K)
+    PARTS: gl.constexpr = num_parts(raw_at.dtype)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    inverse_at = gl.allocate_shared_memory(gl.float32, [HEADS, ROWS, ROWS], PLAIN)
     keys_at = (raw_at,) if PARTS == 1 else allocate_parts(PARTS, ROWS, K)
-    updates_at = allocate_parts(PARTS, ROWS, K)
-    decayed_at = gl.allocate_shared_memory(gl.float32, [K if KDA else 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     if flush:
-        if KDA:
-            stage_decayed_keys(raw_at, norm_at, ring_g, start, committed, ring_len, keys_at, updates_at, decayed_at, KW)
-        else:
-            stage_keys(keys, keys_at, updates_at, KW)
-            gdn_inverse(keys_at, norm_at, own, beta, grown_at, inverse_at, HEADS, ROWS, K)
-    return keys_at, updates_at, inverse_at, decayed_at, norm_at, grown_at
+        stage_keys(keys, keys_at, KW)
+        gdn_inverse(keys_at, norm_at, own, beta, grown_at, inverse_at, HEADS, ROWS, K)
+    # Where the inverse had its tables.
+    updates_at = allocate_parts(PARTS, ROWS, K)
+    if flush:
+        stage_updates(keys, updates_at, KW)
+    return keys_at, updates_at, inverse_at, grown_at, norm_at, grown_at
+
+
+@gluon.jit
+def prepare_channel_fold(space, beta, flush, ROWS: gl.constexpr, K: gl.constexpr, KW: gl.constexpr):
+    """The tables that `fold_tile` takes (KDA), filled if the row flushes; `channel_space` is used up."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    inverse_at = gl.allocate_shared_memory(gl.float32, [1, ROWS, ROWS], PLAIN)
+    through_at = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    parts_at = as_shape(space, gl.bfloat16, [6, ROWS, K], rows_shared())
+    operands_at = (parts_at.index(0), parts_at.index(1), parts_at.index(2))
+    updates_at = (parts_at.index(3), parts_at.index(4), parts_at.index(5))
+    if flush:
+        kda_inverse(space, beta, inverse_at, ROWS, K)
+        stage_decayed_keys(space, operands_at, updates_at, through_at, ROWS, K, KW)
+    return operands_at, updates_at, inverse_at, through_at, through_at, through_at
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replayssm.ops.delta.gluon_common import inverse_norm
+from replayssm.ops.delta.gluon_window_fold import to_key_order
 from replayssm.ops.gluon_window_parts import wrap
 
 
@@ -53,13 +54,17 @@ def append_keys(ring_k, columns, first, length, ring_len, K: gl.constexpr, TOKEN
 
 @gluon.jit
 def stage_rows(
-    keys_at, raw_at, norm_at, keys, columns, scale, ROWS: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr
-):
-    """Raw keys, then columns, to shared memory, with what multiplies each: 1 over its L2 norm, for q also the scale."""
+    keys_at, raw_at, norm_at, keys, columns, scale, ROWS: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr,
+    KW: gl.constexpr = 2,
+):  # fmt: skip
+    """Raw keys, then columns, to shared memory, with what multiplies each: 1 over its L2 norm, for q also the scale.
+
+    KW: neighbours along K that a thread loads of a checkpoint; keys and columns lie in `to_key_order`.
+    """
     L: gl.constexpr = columns.type.layout
     n = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, L))
-    keys_at.store(keys)
-    raw_at.slice(0, 2 * TOKENS).store(columns)
+    keys_at.store(to_key_order(keys, KW))
+    raw_at.slice(0, 2 * TOKENS).store(to_key_order(columns, KW))
     norm_at.slice(0, ROWS).store(inverse_norm(keys.to(gl.float32), 1, NORM))
     norm_at.slice(ROWS, 2 * TOKENS).store(
         inverse_norm(columns.to(gl.float32), 1, NORM) * gl.where(n < TOKENS, 1.0, scale)

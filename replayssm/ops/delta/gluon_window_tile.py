@@ -6,7 +6,31 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from replayssm.ops.gluon_window_parts import copy_to_shared, mma_layout, outputs_layout, product, rows_layout, wrap
+from replayssm.ops.gluon_window_parts import (
+    copy_to_shared,
+    fetch_tile,
+    mma_layout,
+    outputs_layout,
+    product,
+    rows_layout,
+    wrap,
+)
+
+
+@gluon.constexpr_function
+def doublings(first, rows):
+    """How often `first` doubles to `rows`."""
+    return (rows // first).bit_length() - 1 if first > 0 else 0
+
+
+@gluon.jit
+def fetch_from(tile, state, FIRST: gl.constexpr, K: gl.constexpr):
+    """Start copying a tile [V, K] of the checkpoint but for its first rows, in few pieces: each waits for all warps."""
+    ROWS: gl.constexpr = tile.shape[0]
+    if FIRST == 0:
+        fetch_tile(tile, state, K, ROWS)
+    for i in gl.static_range(doublings(FIRST, ROWS)):
+        fetch_tile(tile.slice(FIRST << i, FIRST << i), state + (FIRST << i) * K, K, FIRST << i)
 
 
 @gluon.jit
@@ -33,19 +57,25 @@ def store_tile(state, S, K: gl.constexpr, LS: gl.constexpr):
 
 
 @gluon.jit
-def read_tile(S, columns_at, KW: gl.constexpr, ACT: gl.constexpr):
-    """Products of a tile with the columns, [V, columns]: one short chain of products a chunk.
+def load_columns_of(columns_at, WIDTH: gl.constexpr, KW: gl.constexpr):
+    """The columns as right operands, one for each chunk of WIDTH. KW: neighbours along K of a thread."""
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, mma_layout(gl.num_warps()), KW)
+    columns = ()
+    for c in gl.static_range(columns_at.shape[1] // WIDTH):
+        columns = columns + (columns_at.slice(c * WIDTH, WIDTH, dim=1).permute((1, 0)).load(RIGHT),)
+    return columns
 
-    KW: neighbours along K of a thread, alike in both operands.
-    """
+
+@gluon.jit
+def read_tile(S, columns, ACT: gl.constexpr):
+    """Products of a tile with the columns, [V, columns]: one short chain of products a chunk."""
     MMA: gl.constexpr = mma_layout(gl.num_warps())
-    COLUMNS: gl.constexpr = columns_at.shape[0]
-    WIDTH: gl.constexpr = S[0].shape[1]
+    COLUMNS: gl.constexpr = columns[0].shape[1]
     X = gl.zeros([S[0].shape[0], COLUMNS], gl.float32, layout=MMA)
     for c in gl.static_range(len(S)):
         none = gl.zeros([S[0].shape[0], COLUMNS], gl.float32, layout=MMA)
-        columns = columns_at.slice(c * WIDTH, WIDTH, dim=1).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, KW))
-        X += product(S[c], columns, none, ACT)
+        part = product(S[c], columns[c], none, ACT)
+        X = part if c == 0 else X + part
     return X
 
 
@@ -64,7 +94,7 @@ def add_rows(X, u_at, weight, committed):
 
 @gluon.jit
 def fetch_values(rows_at, v_at, ring, v, start, committed, length, ring_len, stride_token, V: gl.constexpr):
-    """Start copying a tile's V-rows of the ring's committed rows, and of v of the window's tokens.
+    """Start copying a tile's V-rows of the ring's committed rows, and of v of the window's tokens (half of v_at).
 
     What lies elsewhere is not to be read as a number; those who read mask it.
     """
@@ -73,17 +103,19 @@ def fetch_values(rows_at, v_at, ring, v, start, committed, length, ring_len, str
     j = gl.expand_dims(gl.arange(0, rows_at.shape[0], layout=gl.SliceLayout(1, L)), 1)
     cols = gl.expand_dims(gl.arange(0, rows_at.shape[1], layout=gl.SliceLayout(0, L)), 0)
     copy_to_shared(rows_at, ring + (wrap(start + j, ring_len) * V + cols), mask=j < committed)
-    t = gl.expand_dims(gl.arange(0, v_at.shape[0], layout=gl.SliceLayout(1, L)), 1)
-    copy_to_shared(v_at, v + (t * stride_token + cols), mask=t < length)
+    TOKENS: gl.constexpr = v_at.shape[0] // 2
+    t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L)), 1)
+    copy_to_shared(v_at.slice(0, TOKENS), v + (t * stride_token + cols), mask=t < length)
 
 
 @gluon.jit
 def append_tile(ring_v, v_at, first, length, ring_len, V: gl.constexpr):
     """Write v [tokens, V] of the window's tokens to the rows from `first` on, start + committed."""
     L: gl.constexpr = rows_layout(v_at.shape[1], gl.num_warps())
-    t = gl.expand_dims(gl.arange(0, v_at.shape[0], layout=gl.SliceLayout(1, L)), 1)
+    TOKENS: gl.constexpr = v_at.shape[0] // 2
+    t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L)), 1)
     cols = gl.expand_dims(gl.arange(0, v_at.shape[1], layout=gl.SliceLayout(0, L)), 0)
-    gl.store(ring_v + (wrap(first + t, ring_len) * V + cols), v_at.load(L), mask=t < length)
+    gl.store(ring_v + (wrap(first + t, ring_len) * V + cols), v_at.slice(0, TOKENS).load(L), mask=t < length)
 
 
 @gluon.jit
@@ -97,20 +129,3 @@ def store_columns(X, ring_u, out, first, length, ring_len, stride_out, V: gl.con
     gl.store(u_at, X.to(ring_u.dtype.element_ty), mask=n < gl.minimum(length, TOKENS))
     o_at = out + (v_row + (n - TOKENS) * stride_out)
     gl.store(o_at, X.to(out.dtype.element_ty), mask=(n >= TOKENS) & (n < TOKENS + length))
-
-
-@gluon.jit
-def solve_tile(X, v_at, coef_at, beta_at, h, length, HEADS: gl.constexpr, TOKENS: gl.constexpr):
-    """Forward substitution on a tile [V, columns] of what checkpoint and committed rows give: u, then the outputs.
-
-    v_at [tokens, V], coef_at [tokens * heads, columns], beta_at [heads * tokens, 1].
-    """
-    MMA: gl.constexpr = mma_layout(gl.num_warps())
-    n = gl.expand_dims(gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(0, MMA)), 0)
-    for i in gl.static_range(TOKENS):
-        coef = coef_at.index(i * HEADS + h).load(gl.SliceLayout(0, MMA))
-        v = gl.where(i < length, v_at.index(i).load(gl.SliceLayout(1, MMA)).to(gl.float32), 0.0)
-        u = beta_at.index(h * TOKENS + i).load(gl.SliceLayout(1, MMA)) * (v - gl.sum(gl.where(n == i, X, 0.0), 1))
-        u = gl.expand_dims(u, 1)
-        X = gl.where(n == i, u, X + u * gl.expand_dims(coef, 0))
-    return X

@@ -14,9 +14,9 @@ class ReadConfig:
 
     backend: "triton" (portable) or "gluon" (NVIDIA). For Gluon: heads: v-heads of one k-head a reading program; crew:
     programs that flush, every `every`-th of the grid's first (a flushing tile has 16 rows a warp); flush_heads: v-heads
-    of one k-head that they flush together in chunk form, 0: one, token by token, whatever `replay` says; flush_warps,
-    flush_registers: of a flushing program where that is a launch of its own, beside one of reading programs of one
-    warp, 0: one launch. pdl: programmatic dependent launch.
+    of one k-head that they flush together in chunk form, 0: one, token by token, whatever `replay` says. num_warps 1:
+    readers that compute once what their heads share. flush_warps, flush_registers: of flushing programs in a launch of
+    their own beside such readers, 0: one launch. pdl: programmatic dependent launch.
     """
 
     backend: str
@@ -57,22 +57,32 @@ def _read(num_warps: int, heads: int, crew: int, every: int, registers: int = 12
 
 
 PORTABLE = ReadConfig("triton", 16)
-# Readers of one warp and chunk flushes in a launch of their own, for large batches: faster where timed, but not checked
-# on a GPU yet, so no table has it. KDA takes one head and 168 registers.
-READ_ALONE = ReadConfig(*("gluon", 1, 2, 264), flush_heads=2, flush_warps=4, flush_registers=168, max_registers=128)
 _SMALL = _read(8, 2, 512, 1)
+
+
+def _apart(flush_registers: int, heads: int = 2, registers: int = 128) -> ReadConfig:
+    """Readers of one warp, and chunk flushes of `heads` v-heads in a launch of their own."""
+    return ReadConfig("gluon", 1, heads, 264, 1, heads, 4, flush_registers, registers)
+
+
+# Programs of one warp flush too, a v-head each, in one launch: a flush takes longer, but shares its multiprocessor with
+# readers, as launches do not. Not for fp8, neither read nor as a checkpoint, with which it went wrong.
+_ONE_WARP = ReadConfig("gluon", 1, 2, 1056, 1, 1, max_registers=168)
 # (KDA, format read): up to how many v-heads in the batch, and the configuration for them. Measured on one H200 at
 # batches 8 and 256 of 32 and 64 v-heads.
 STEP = {
-    (False, "nvfp4"): ((1024, _SMALL), (1 << 40, _read(4, 2, 528, 2))),
-    (False, "int8"): ((1024, _SMALL), (1 << 40, _read(4, 2, 396, 2, 168))),
-    (False, "fp8"): ((1024, _SMALL), (1 << 40, _read(4, 2, 396, 2, 168))),
+    (False, "nvfp4"): ((1024, _SMALL), (4096, _read(4, 2, 528, 2)), (1 << 40, _apart(168))),
+    (False, "int8"): ((1024, _SMALL), (4096, _read(4, 2, 396, 2, 168)), (1 << 40, _apart(128))),
+    (False, "fp8"): ((1024, _SMALL), (4096, _read(4, 2, 396, 2, 168)), (1 << 40, _apart(168))),
     (False, "bf16"): ((1024, _read(8, 1, 512, 1)), (1 << 40, _read(4, 1, 264, 2))),
+    (True, "bf16"): ((1024, _read(8, 1, 512, 1)), (1 << 40, _read(4, 1, 528, 2))),
     **{
-        (True, read): ((1024, _read(8, 1, 512, 1)), (1 << 40, _read(4, 1, 528, 2)))
-        for read in ("bf16", "int8", "fp8", "nvfp4")
+        (True, read): ((1024, _read(8, 1, 512, 1)), (4096, _read(4, 1, 528, 2)), (1 << 40, _apart(168, 1, 168)))
+        for read in ("int8", "fp8", "nvfp4")
     },
 }
+# (KDA, format read, checkpoint): more than how many v-heads, and the configuration.
+LARGE = {(False, "nvfp4", "fp32"): (8192, _ONE_WARP)}
 GLUON_RING_LEN = 33
 
 
@@ -84,6 +94,9 @@ def read_config(batch: int, shape: ReadShape) -> ReadConfig:
     # An fp8 checkpoint without a copy is read like a copy.
     table = STEP[shape.kda, "fp8" if shape.read == "none" else shape.read]
     config = next(config for most, config in table if batch * shape.num_v_heads <= most)
+    most, large = LARGE.get((shape.kda, shape.read, shape.checkpoint), (1 << 40, config))
+    if batch * shape.num_v_heads > most:
+        config = large
     heads, flush_heads = config.heads, config.flush_heads
     while (shape.num_v_heads // shape.num_k_heads) % heads:
         heads //= 2

@@ -9,7 +9,7 @@ import triton
 
 from replayssm.checks import fail
 from replayssm.config import GDNSpec, KDASpec, LayerSpec
-from replayssm.ops.delta.launch import _gate_options, _token_strides
+from replayssm.ops.delta.arguments import gate_options, token_strides
 from replayssm.ops.delta.read_configs import ReadConfig, ReadShape, read_config
 from replayssm.ops.device import GLUON_ARCHS, device_arch, is_aligned
 
@@ -54,10 +54,14 @@ def delta_read_step(
     seeds: torch.Tensor | None = None,
     stream: int = 0,
     replay: str = "serial",
+    max_committed: int = 0,
     config: ReadConfig | None = None,
     window_config: ReadWindowConfig | None = None,
 ) -> None:
-    """See `replayssm.ops.delta.reference.delta_step`. `config` and `window_config` (windows) override the tables."""
+    """See `replayssm.ops.delta.reference.delta_step`. `config` and `window_config` (windows) override the tables.
+
+    max_committed: rows that a flush of a window may find, where that is more than buffer_len.
+    """
     if query_start_loc is not None or max_window_len != 1:
         from replayssm.ops.delta.read_window_launch import delta_read_window
 
@@ -79,6 +83,7 @@ def delta_read_step(
             seeds=seeds,
             stream=stream,
             replay=replay,
+            max_committed=max_committed,
         )
     if replay not in ("serial", "chunk"):
         raise fail("replay", replay, "serial, chunk")
@@ -106,11 +111,11 @@ def delta_read_step(
             *(*inputs, _as_bytes(state), *rings, cursors, slot_indices, out, *stored),
             *(() if config.backend == "gluon" else (seeds,)),
             *(state.shape[0], shape.ring_len, buffer_len, *counts, scale, lower_bound or 0.0),
-            *_token_strides(q, k, v, g, beta, out),
+            *token_strides(q, k, v, g, beta, out),
             *strides(state),
             *(*ring_k.stride()[:2], *strides(ring_v), *strides(ring_u), *ring_g.stride()[:2], *ring_beta.stride()[:2]),
             *(strides(stored[-4])[0], *(tensor.stride(0) for tensor in stored[-3:])),
-            **_gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm),
+            **gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm),
             **options,
         )
 
@@ -173,7 +178,9 @@ def _launches(config: ReadConfig, batch: int, shape: ReadShape, replay: str) -> 
         ]
     flush |= {"BLOCK_V": 16 * config.num_warps, "CREW": crew}
     flush |= {"EVERY": max(1, min(config.every, (programs + crew) // crew))}
-    return [(gluon_read_step.delta_read_step_kernel, programs + crew, both | read | flush)]
+    one_warp = config.num_warps == 1
+    kernel = gluon_read_alone.delta_read_mixed_kernel if one_warp else gluon_read_step.delta_read_step_kernel
+    return [(kernel, programs + crew, both | read | flush)]
 
 
 def _portable(config: ReadConfig, batch: int, shape: ReadShape, buffer_len: int) -> tuple[Any, int, dict[str, Any]]:

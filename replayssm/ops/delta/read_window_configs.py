@@ -17,34 +17,39 @@ from replayssm.ops.window_config import divisor
 class ReadWindowConfig:
     """How a window step with a read copy is launched.
 
-    backend: "triton" (portable, a v-head a program) or "gluon" (NVIDIA). For Gluon: heads: v-heads of one k-head a
-    reading program; crew: programs that flush, every `every`-th of the grid's first, in chunk form `flush_heads`
-    v-heads of a row at a time (a flushing tile has 16 rows a warp).
+    backend: "triton" (portable, a v-head a program) or "gluon" (NVIDIA: programs that read, `heads` v-heads of one
+    k-head each, beside a launch that flushes). Of the latter: crew: its programs; flush_warps, flush_registers;
+    flush_heads: v-heads of a row whose tables a program makes together in chunk form (a tile has 16 rows a warp).
     """
 
     backend: str
     num_warps: int
     heads: int = 1
-    crew: int = 0
-    every: int = 1
     max_registers: int | None = None
+    crew: int = 0
+    flush_warps: int = 0
+    flush_registers: int | None = None
     flush_heads: int = 1
 
     def __str__(self) -> str:
         if self.backend == "triton":
             return f"triton read windows, {self.num_warps} warps"
-        return f"gluon read windows, {self.num_warps} warps, {self.heads} heads a program, {self.crew} flushing"
+        reads = f"{self.num_warps} warps, {self.heads} heads a program"
+        return f"gluon read windows, {reads}, {self.crew} flushing with {self.flush_warps} warps"
 
 
 PORTABLE = ReadWindowConfig("triton", 16)
-# KDA: up to how many v-heads in the batch, and the configuration for them.
+# KDA: up to how many v-heads in the batch, and the configuration for them. Measured on one H200.
 STEP = {
     False: (
-        (1024, ReadWindowConfig("gluon", 4, 1, 512, 1, 168)),
-        (1 << 40, ReadWindowConfig("gluon", 4, 2, 396, 2, 168, 2)),
+        (4096, ReadWindowConfig("gluon", 2, 1, 104, 264, 8, 128, 1)),
+        (1 << 40, ReadWindowConfig("gluon", 2, 4, 104, 264, 8, 128, 4)),
     ),
-    True: ((1 << 40, ReadWindowConfig("gluon", 4, 1, 396, 2, 168)),),
+    True: ((1 << 40, ReadWindowConfig("gluon", 4, 1, 80, 396, 4, 128, 1)),),
 }
+# What reads formats of more bits, and what flushes where whole rows have a scale.
+WIDE: dict[str, Any] = {"num_warps": 4, "max_registers": 96, "crew": 396, "flush_warps": 4}
+ROW_SCALES: dict[str, Any] = {"crew": 264, "flush_warps": 4, "flush_registers": 168}
 
 
 @cache
@@ -53,33 +58,38 @@ def read_window_config(batch: int, shape: ReadShape, rows: int, max_window_len: 
     if not _gluon_fits(shape, rows, max_window_len):
         return PORTABLE
     config = next(config for most, config in STEP[shape.kda] if batch * shape.num_v_heads <= most)
+    if shape.read != "nvfp4":
+        config = replace(config, **WIDE)
+    if shape.read == "bf16":
+        config = replace(config, max_registers=128)
+    if "fp8" in (shape.read, shape.checkpoint):
+        config = replace(config, **ROW_SCALES, flush_heads=min(2, config.flush_heads))
     group = shape.num_v_heads // shape.num_k_heads
     config = replace(config, heads=divisor(config.heads, group), flush_heads=divisor(config.flush_heads, group))
-    if shape.read != "nvfp4":
-        # Codes of more bits take more registers.
-        config = replace(config, heads=1)
-    # The cap was measured on sm90 with four tokens; elsewhere nothing may spill.
-    return config if shape.arch == "sm90" and max_window_len <= 4 else replace(config, max_registers=None)
+    # The caps were measured on sm90 with four tokens; elsewhere nothing may spill.
+    if shape.arch != "sm90":
+        return replace(config, max_registers=None, flush_registers=None)
+    return config if max_window_len <= 4 else replace(config, max_registers=None)
 
 
 def _gluon_fits(shape: ReadShape, rows: int, max_window_len: int) -> bool:
-    """Whether the Gluon kernel can serve a layer's windows."""
+    """Whether the Gluon kernels can serve a layer's windows."""
     dims = shape.head_k_dim == 128 and shape.head_v_dim == 128 and rows <= 16 and max_window_len <= 8
     return shape.arch in GLUON_ARCHS and shape.fast and dims and (shape.read != "none" or shape.checkpoint == "fp8")
 
 
-Launch = tuple[int, tuple[int, ...], dict[str, Any], dict[str, Any]]  # programs, (crew, every), constants, options
+Launch = tuple[int, dict[str, Any]]  # programs; constants and options
 
 
-def gluon_launch(config: ReadWindowConfig, batch: int, shape: ReadShape, replay: str) -> Launch:
-    """What follows for the Gluon kernel."""
+def gluon_launches(config: ReadWindowConfig, batch: int, shape: ReadShape, replay: str) -> tuple[Launch, Launch]:
+    """What follows for the flushing kernel and for the reading one."""
     HV = shape.num_v_heads
-    flush_heads = config.flush_heads if replay == "chunk" else 1
-    crew = min(config.crew, batch * HV // flush_heads)
-    grid = batch * HV // config.heads + crew
+    together = config.flush_heads if replay == "chunk" else 0
     sizes: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": shape.head_k_dim, "V": shape.head_v_dim}
-    sizes |= {"HEADS": config.heads, "CHUNK_HEADS": flush_heads if replay == "chunk" else 0}
-    sizes |= {"BLOCK_V": 16 * config.num_warps, "BLOCK_B": max(256, triton.next_power_of_2(batch))}
-    sizes |= {"COPY": shape.read != "none", "READ": "fp8" if shape.read == "none" else shape.read}
-    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
-    return grid, (crew, max(1, min(config.every, grid // crew))), sizes, options
+    sizes |= {"READ": "fp8" if shape.read == "none" else shape.read}
+    flush: dict[str, Any] = {"COPY": shape.read != "none", "CHUNK_HEADS": together, "BLOCK_V": 16 * config.flush_warps}
+    flush |= {"BLOCK_B": max(32 * config.flush_warps, triton.next_power_of_2(batch))}
+    flush |= {"num_warps": config.flush_warps, "maxnreg": config.flush_registers}
+    read = {"HEADS": config.heads, "num_warps": config.num_warps, "maxnreg": config.max_registers}
+    crew = min(config.crew, batch * HV // max(1, together))
+    return (crew, sizes | flush), (2 * batch * HV // config.heads, sizes | read)

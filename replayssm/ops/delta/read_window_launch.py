@@ -9,11 +9,10 @@ import triton
 
 from replayssm.checks import fail
 from replayssm.config import GDNSpec, KDASpec
-from replayssm.ops import window_config as windows
-from replayssm.ops.delta.launch import _gate_options, _token_strides
+from replayssm.ops.delta.arguments import gate_options, token_strides
 from replayssm.ops.delta.read_configs import ReadShape
 from replayssm.ops.delta.read_launch import NATIVE_ARCHS, _as_bytes, _chunks, _elements, _stored, layer_shape
-from replayssm.ops.delta.read_window_configs import PORTABLE, Launch, ReadWindowConfig, gluon_launch, read_window_config
+from replayssm.ops.delta.read_window_configs import ReadWindowConfig, gluon_launches, read_window_config
 from replayssm.ops.device import device_arch
 from replayssm.ops.window_config import window_rows
 
@@ -51,9 +50,13 @@ def delta_read_window(
     seeds: torch.Tensor | None = None,
     stream: int = 0,
     replay: str = "serial",
+    max_committed: int = 0,
     config: ReadWindowConfig | None = None,
 ) -> None:
-    """See `replayssm.ops.delta.reference.delta_step`. `config` overrides `read_window_config`."""
+    """See `replayssm.ops.delta.reference.delta_step`. `config` overrides `read_window_config`.
+
+    max_committed: rows that a flush may find, where that is more than buffer_len.
+    """
     if query_start_loc is None:
         raise fail("query_start_loc", None, "[batch + 1] int32 with windows")
     batch = slot_indices.shape[0]
@@ -61,47 +64,64 @@ def delta_read_window(
         return
     rings = (ring_k, ring_v, ring_u, ring_g, ring_beta)
     shape = layer_shape(state, k.shape[1], g, rings, read_codes, stochastic=seeds is not None)
-    rows = window_rows(buffer_len, max_window_len)
-    config = config or _config(batch, shape, rows, max_window_len)
-    codes, scales, *others = _stored(state, read_codes, read_scales, read_global, state_scales)
-    more: dict[str, Any] = {"ROWS": rows, "TREE": parents is not None}
-    more |= _gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm)
+    rows = window_rows(max(buffer_len, max_committed), max_window_len)
+    config = config or read_window_config(batch, shape, rows, max_window_len)
+    stored = _stored(state, read_codes, read_scales, read_global, state_scales)
+    more: dict[str, Any] = {"ROWS": window_rows(buffer_len, max_window_len)}
+    more |= gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm)
+    tree = {"TREE": parents is not None}
+    rounding: list[torch.Tensor] = []
     if config.backend == "gluon":
-        from replayssm.ops.delta.gluon_read_window import delta_read_window_kernel as kernel
-
+        launches = _gluon(config, batch, shape, replay, tree | {"TOKENS": _tokens(max_window_len)})
         if read_codes is None:  # the checkpoint is its own copy
-            scales = others[1]
-        more |= {"TOKENS": max(4, triton.next_power_of_2(max_window_len)), "launch_pdl": True}
-        launch, strides, count = gluon_launch(config, batch, shape, replay), _chunks, batch
-        rounding: tuple[torch.Tensor, ...] = ()
+            stored = (stored[0], stored[3], *stored[2:])
+        strides, count = _chunks, batch
     else:
-        from replayssm.ops.delta.triton_read_window import delta_portable_read_window_kernel as kernel
-
-        launch, strides, count = _portable(config, batch, shape), _elements, stream
-        rounding, more["STOCHASTIC"] = (cursors if seeds is None else seeds,), seeds is not None
-    grid, crew, sizes, options = launch
-    kernel[(grid,)](
-        *(q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias, _as_bytes(state)),
-        *(*rings, cursors, slot_indices, query_start_loc, query_start_loc if parents is None else parents),
-        *(out, codes, scales, *others, *rounding),
-        *(state.shape[0], shape.ring_len, buffer_len, pad_slot_id, count, *crew, scale, lower_bound or 0.0),
-        *_token_strides(q, k, v, g, beta, out),
-        *strides(state),
-        *(stride for ring in rings for stride in ring.stride()[:2]),
-        *(strides(codes)[0], *(tensor.stride(0) for tensor in (scales, *others))),
-        **more,
-        **sizes,
-        **options,
-    )
+        rounding = [cursors if seeds is None else seeds]
+        launches = [_portable(config, batch, shape, tree | {"STOCHASTIC": seeds is not None})]
+        strides, count = _elements, stream
+    for kernel, grid, options in launches:
+        kernel[(grid,)](
+            *(q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias, _as_bytes(state)),
+            *(*rings, cursors, slot_indices, query_start_loc, query_start_loc if parents is None else parents),
+            *(out, *stored, *rounding),
+            *(state.shape[0], shape.ring_len, buffer_len, pad_slot_id, count, scale, lower_bound or 0.0),
+            *token_strides(q, k, v, g, beta, out),
+            *strides(state),
+            *(stride for ring in rings for stride in ring.stride()[:2]),
+            *(strides(stored[0])[0], *(tensor.stride(0) for tensor in stored[1:])),
+            **more,
+            **options,
+        )
 
 
-def _portable(config: ReadWindowConfig, batch: int, shape: ReadShape) -> Launch:
-    """Programs, constants and options of the portable kernel."""
+Launch = tuple[Any, int, dict[str, Any]]  # kernel, programs, constants and options
+
+
+def _tokens(max_window_len: int) -> int:
+    """Tokens that the Gluon kernel has room for."""
+    return max(4, triton.next_power_of_2(max_window_len))
+
+
+def _gluon(config: ReadWindowConfig, batch: int, shape: ReadShape, replay: str, window: dict[str, Any]) -> list[Launch]:
+    """The flushing launch, then the reading one that runs beside it."""
+    from replayssm.ops.delta import gluon_read_window as kernels
+
+    (crew, flush), (programs, read) = gluon_launches(config, batch, shape, replay)
+    return [
+        (kernels.delta_read_window_flush_kernel, crew, flush | {"launch_pdl": True}),
+        (kernels.delta_read_window_kernel, programs, read | window | {"launch_pdl": True}),
+    ]
+
+
+def _portable(config: ReadWindowConfig, batch: int, shape: ReadShape, more: dict[str, Any]) -> Launch:
+    from replayssm.ops.delta.triton_read_window import delta_portable_read_window_kernel
+
     HV, K, V = shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
     sizes: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": K, "V": V, "READ": shape.read}
     sizes |= {"BLOCK_K": triton.next_power_of_2(K), "BLOCK_V": triton.next_power_of_2(V)}
     sizes |= {"CHECKPOINT": shape.checkpoint, "NATIVE": shape.arch in NATIVE_ARCHS}
-    return batch * HV, (), sizes, {"num_warps": config.num_warps}
+    return delta_portable_read_window_kernel, batch * HV, sizes | more | {"num_warps": config.num_warps}
 
 
 def window_route(
@@ -111,8 +131,4 @@ def window_route(
     dims = (spec.num_k_heads, spec.num_v_heads, spec.head_k_dim, spec.head_v_dim, isinstance(spec, KDASpec))
     rows = window_rows(buffer_len, max_window_len)
     shape = ReadShape(*dims, read, checkpoint, buffer_len + max_window_len, True, device_arch(device))
-    return str(_config(batch, shape, rows, max_window_len))
-
-
-def _config(batch: int, shape: ReadShape, rows: int, max_window_len: int) -> ReadWindowConfig:
-    return read_window_config(batch, shape, rows, max_window_len) if windows.GLUON_READ_WINDOWS else PORTABLE
+    return str(read_window_config(batch, shape, rows, max_window_len))

@@ -51,11 +51,12 @@ def window_config(batch: int, shape: WindowShape) -> WindowConfig:
     tiles = shape.num_v_heads // shape.num_k_heads * shape.head_v_dim // 64
     total = batch * shape.num_k_heads * tiles
     if batch <= MOST_ROWS_WITH_FLUSHERS and tiles % 2 == 0:
-        stages = 2 if shape.state_bytes == 4 and total <= 768 else 1
+        # Where two programs share a multiprocessor with two tiles each: KDA's longer windows need too much beside them.
+        stages = 2 if shape.state_bytes == 4 and total <= 768 and not (shape.kda and shape.window_len > 4) else 1
         flushers = -(-batch // 4)
         return WindowConfig("gluon", 64, 4, 2, stages, registers, dependent=True, early=16, flushers=flushers)
     num_tiles = next(n for least, n in TILES if total >= least and tiles % n == 0)
-    # KDA's registers leave no room for trading places.
+    # Trading places gains KDA nothing.
     settle = 0 if shape.kda else 8 if batch >= 128 else 2
     if capped and shape.state_bytes == 2 and not shape.kda:
         registers = 128

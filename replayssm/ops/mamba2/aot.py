@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -38,11 +39,12 @@ def aot_cases() -> Iterator[AotCase]:
             batches = [min(largest, 256) for largest, _ in configs.STEP[size]]
             for arch in configs.FAST_ARCHS:
                 shape = Shape(*dims, size, True, arch)
-                for config in dict.fromkeys(configs.step_config(batch, shape) for batch in batches):
+                shapes = (replace(shape, spread=False), shape)
+                for config in dict.fromkeys(configs.step_config(batch, s) for batch in batches for s in shapes):
                     yield _gluon_case(f"{label}-{state}", dims, state, arch, config)
                 if size == 2:
-                    batches = [min(largest, 256) for largest, _ in configs.STEP_CHUNK[1:]]
-                    for config in dict.fromkeys(configs.step_config(batch, shape, True) for batch in batches):
+                    chunk = [min(largest, 256) for largest, _ in configs.STEP_CHUNK[1:]]
+                    for config in dict.fromkeys(configs.step_config(batch, s, True) for batch in chunk for s in shapes):
                         yield _gluon_case(f"{label}-{state}", dims, state, arch, config)
 
 
@@ -65,7 +67,8 @@ def _gluon_case(label: str, dims: tuple[int, int, int, int], state: str, arch: s
     constexprs: dict[str, Any] = dict(zip(("H", "G", "P", "N"), dims, strict=True))
     constexprs |= {"HAS_D": True, "HAS_Z": False, "HAS_BIAS": True, "SOFTPLUS": True, "R": 17, "ROWS": 16, "PDL": True}
     constexprs |= {"BV": config.block_v, "APPENDERS": config.appenders, "SETTLE": config.settle}
-    constexprs |= {"HINT": config.hint, "num_warps": config.num_warps}
+    constexprs |= {"HINT": config.hint, "HINT_ROWS": config.hint_rows, "HINT_FIRST": config.hint_first}
+    constexprs |= {"num_warps": config.num_warps}
     options = launch_options(config.num_warps, config.max_registers)
     if config.kernel == "tile":
         kernel: Any = gluon_tile.mamba2_tile_kernel

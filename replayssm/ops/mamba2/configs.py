@@ -19,10 +19,11 @@ class LaunchConfig:
     A tile is `heads` heads of `block_v` V-rows; "tiles" has a warp a head and `turns` tiles (0: all V-rows), `stages`
     of them in flight. pdl: programmatic dependent launch. `appenders` programs a row write the new tokens after all
     others (0, "tile" only: each program its own). In the last 1 / `settle` of the rows, those that flush trade places
-    with early ones (0: none). ring_first: the checkpoint ("tiles": all but its
+    with early ones (0: none; where rows flush at different steps). ring_first: the checkpoint ("tiles": all but its
     first tile) is requested after the ring's rows, which then do not queue behind it. hint: before the previous kernel
-    is done, ask the memory for the state (1), and for the ring's rows (2); not with settle. flushers ("tiles" only): so
-    many flushing rows have programs of their own, a tile each (in batches of at most 64 rows, without settle and hint).
+    is done, ask the memory for the state (1; the first hint_rows V-rows of each head, if not 0), and for the ring's
+    rows (2), by the first hint_first programs (0: all). flushers ("tiles" only): so many flushing rows have programs
+    of their own, a tile each (in batches of at most 64 rows, without settle).
     chunked ("tiles" only): a flush takes its rows together on the tensor cores (16-bit checkpoints).
     """
 
@@ -38,13 +39,15 @@ class LaunchConfig:
     settle: int = 0
     ring_first: bool = False
     hint: int = 0
+    hint_rows: int = 0
+    hint_first: int = 0
     flushers: int = 0
     chunked: bool = False
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a choice depends on besides the batch."""
+    """What a choice depends on besides the batch. spread: rows flush at different steps."""
 
     num_heads: int
     n_groups: int
@@ -53,6 +56,7 @@ class Shape:
     state_bytes: int
     tma: bool
     arch: str
+    spread: bool = True
 
 
 def _tile(heads: int, block_v: int, num_warps: int, **more: Any) -> LaunchConfig:
@@ -72,11 +76,19 @@ STEP = {
         (
             16,
             (
-                _tiles(2, 168, turns=2, stages=2, appenders=4, ring_first=True, flushers=1),
-                _tile(4, 16, 4, appenders=4, settle=2),
+                _tile(1, 64, 4, registers=128, appenders=2, hint=1, hint_rows=8),
+                _tiles(2, 168, stages=3, appenders=1, ring_first=True, hint=1, hint_rows=16),
+                _tile(4, 16, 4, appenders=4, settle=2, hint=1, hint_rows=4),
             ),
         ),
-        (48, (_tile(1, 64, 4, registers=128, appenders=4, settle=2), _tile(4, 16, 4, appenders=4, settle=2))),
+        (
+            48,
+            (
+                _tile(1, 64, 4, registers=128, appenders=4, settle=2, hint=1, hint_rows=16, hint_first=528),
+                _tiles(2, 168, stages=3, appenders=4, settle=2, hint=1, hint_rows=16, hint_first=396),
+                _tile(4, 16, 4, appenders=4, settle=2, hint=1, hint_rows=4, hint_first=528),
+            ),
+        ),
         (96, (_tiles(2, 168, stages=2, appenders=4, settle=2),)),
         (1 << 30, (_tiles(4, 128, turns=4, appenders=4, settle=2), _tiles(2, 168, stages=2, appenders=4, settle=2))),
     ),
@@ -143,7 +155,8 @@ def step_config(batch: int, shape: Shape, chunk: bool = False) -> LaunchConfig:
                 elif shape.d_state > 128 and config.kernel == "tile":
                     registers = None
                 turns = config.turns or shape.head_dim // config.block_v
-                return replace(config, turns=turns, max_registers=registers)
+                settle = config.settle if shape.spread else 0
+                return replace(config, turns=turns, max_registers=registers, settle=settle)
     return LaunchConfig("triton", 16 if shape.head_dim % 32 else 32, 4)
 
 
@@ -153,15 +166,6 @@ def stepwise_config(batch: int, shape: Shape) -> LaunchConfig:
     small = [config for largest, config in STEPWISE[shape.state_bytes] if batch <= largest]
     config = small[0] if small else LaunchConfig("triton", 8, 1)
     return replace(config, pdl=config.pdl and shape.arch in FAST_ARCHS)
-
-
-# Up to this batch stepwise decoding takes less time than a step, by the size of a state's element.
-STEPWISE_WINS = {4: 0, 2: 0}
-
-
-def stepwise_wins(batch: int, shape: Shape) -> bool:
-    """Whether a plan for batches of this size had better decode stepwise."""
-    return batch <= STEPWISE_WINS[shape.state_bytes]
 
 
 def route(batch: int, shape: Shape, chunk: bool = False) -> str:

@@ -26,6 +26,21 @@ def lowest_bit(x):
     )
 
 
+@gluon.jit
+def task_of(program, num_flushers, num_readers, EVERY: gl.constexpr):
+    """A program's task, numbered flushes, reads, appends: every EVERY-th of the grid's first programs flushes."""
+    task = program
+    if EVERY > 1:
+        groups = gl.minimum(num_flushers, num_readers // (EVERY - 1))
+        group = program // EVERY
+        place = program % EVERY
+        mixed = gl.where(place == 0, group, num_flushers + group * (EVERY - 1) + place - 1)
+        first = groups * EVERY
+        rest = program - first + groups
+        task = gl.where(program < first, mixed, gl.where(rest < num_flushers, rest, program))
+    return task
+
+
 @gluon.jit(do_not_specialize=["batch", "num_flushers", "num_readers", "num_slots", "buffer_len", "pad_slot_id"])
 def mamba2_read_kernel(
     x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, dt_bias_ptr, state_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr,
@@ -36,14 +51,15 @@ def mamba2_read_kernel(
     state_scales_slot, codes_slot, scales_slot, global_slot,
     batch, num_flushers, num_readers,
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
-    TILES: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr, FLUSH_ROWS: gl.constexpr, APPENDERS: gl.constexpr,
+    TILES: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr, FLUSH_ROWS: gl.constexpr, EVERY: gl.constexpr,
+    APPENDERS: gl.constexpr, AHEAD: gl.constexpr,
     ROWS: gl.constexpr, READ: gl.constexpr, CHECKPOINT: gl.constexpr, REPLAY: gl.constexpr,
     HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr,
 ):  # fmt: skip
-    """The first programs flush, each a head of FLUSH_ROWS rows; the next read; the last append, APPENDERS a row."""
+    """Programs flush, each a head of FLUSH_ROWS rows, or read; the last append, APPENDERS a row."""
     gdc_wait()
     gdc_launch_dependents()
-    item = gl.program_id(0)
+    item = task_of(gl.program_id(0), num_flushers, num_readers, EVERY)
     if item < num_flushers:
         todo = rows_to_flush(
             item // H * FLUSH_ROWS, batch, slot_indices_ptr, cursors_ptr, num_slots, buffer_len, pad_slot_id, FLUSH_ROWS
@@ -51,7 +67,7 @@ def mamba2_read_kernel(
         # Nothing else may live through a flush or be computed before: it would be spilled, and small writes among
         # large reads are dear.
         while tl.condition(todo != 0, disable_licm=True):
-            at = opaque(gl.program_id(0))
+            at = task_of(opaque(gl.program_id(0)), num_flushers, num_readers, EVERY)
             row = at // H * FLUSH_ROWS + lowest_bit(todo)
             todo = todo & (todo - 1)
             flush_head(
@@ -80,6 +96,6 @@ def mamba2_read_kernel(
         num_slots, buffer_len, pad_slot_id,
         x_token, x_head, dt_token, B_token, B_group, C_token, C_group, z_token, z_head, out_token, out_head,
         ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head, codes_slot, scales_slot,
-        global_slot, H, G, P, N, R, TILES, GROUP, DEPTH, ROWS, "fp8" if READ == "none" else READ,
+        global_slot, H, G, P, N, R, TILES, GROUP, DEPTH, AHEAD, ROWS, "fp8" if READ == "none" else READ,
         HAS_D, HAS_Z, HAS_BIAS, SOFTPLUS,
     )  # fmt: skip

@@ -5,8 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.gluon_encode import encode_rows, from_e4m3
-from replayssm.ops.gluon_formats import encode_int8, encode_nvfp4_numbers
+from replayssm.ops.gluon_encode import encode_numbers_int8, from_e4m3
+from replayssm.ops.gluon_encode_rows import encode_rows
+from replayssm.ops.gluon_formats import encode_nvfp4_numbers
 from replayssm.ops.gluon_window_parts import wrap
 from replayssm.ops.mamba2.gluon_names import view
 
@@ -121,18 +122,35 @@ def load_bands(state_ptr, COUNT: gl.constexpr, HEIGHT: gl.constexpr, N: gl.const
     k = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, L)), 0)
     bands = ()
     for i in gl.static_range(COUNT):
-        bands = bands + (gl.load(state_ptr + i * HEIGHT * N + v + k),)
+        bands = bands + (gl.load(state_ptr + i * HEIGHT * N + v + k, volatile=True),)
     return bands
+
+
+@gluon.jit
+def widen_codes(band):
+    """A band of the checkpoint in fp32, still to be multiplied by its rows' scales if it is fp8."""
+    if band.dtype == gl.uint8:
+        return from_e4m3(band, True)
+    else:
+        return band.to(gl.float32)
+
+
+@gluon.jit
+def load_row_scales(state_scales_ptr, first_v, HEIGHT: gl.constexpr, L: gl.constexpr, CHECKPOINT: gl.constexpr):
+    """What multiplies a band's `widen_codes`, [HEIGHT, 1] for bands in layout L: fp8's scales, or 1."""
+    if CHECKPOINT == "fp8":
+        v = first_v + gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, L))
+        return gl.expand_dims(gl.load(state_scales_ptr + v, volatile=True), 1)
+    else:
+        return 1.0
 
 
 @gluon.jit
 def widen(band, state_scales_ptr, first_v, CHECKPOINT: gl.constexpr):
     """A band of the checkpoint in fp32."""
-    if CHECKPOINT == "fp8":
-        v = first_v + gl.arange(0, band.shape[0], layout=gl.SliceLayout(1, band.type.layout))
-        return from_e4m3(band, True) * gl.expand_dims(gl.load(state_scales_ptr + v), 1)
-    else:
-        return band.to(gl.float32)
+    HEIGHT: gl.constexpr = band.shape[0]
+    L: gl.constexpr = band.type.layout
+    return widen_codes(band) * load_row_scales(state_scales_ptr, first_v, HEIGHT, L, CHECKPOINT)
 
 
 @gluon.jit
@@ -146,15 +164,23 @@ def write_plain(S, state_ptr, first_v, N: gl.constexpr):
 
 
 @gluon.jit
+def blocks_times(numbers, C, scales, L: gl.constexpr):
+    """Rows of codes [V, blocks, block] times C [K], each block's sum times its scale: [V] of a band in layout L."""
+    C = gl.reshape(C, [numbers.shape[1], numbers.shape[2]])
+    C = gl.convert_layout(C, gl.SliceLayout(0, numbers.type.layout), assert_trivial=True)
+    y = gl.sum(gl.sum(numbers * gl.expand_dims(C, 0), 2) * scales, 1)
+    return gl.convert_layout(y, gl.SliceLayout(1, L), assert_trivial=True)
+
+
+@gluon.jit
 def write_nvfp4(S, C, codes_ptr, scales_ptr, first_v, scale, inverse, N: gl.constexpr, EXACT: gl.constexpr):
     """Round a band to nvfp4 and write; returns what a read gives times C, and where `EXACT` might round otherwise."""
     codes, scales, numbers, read, doubtful = encode_nvfp4_numbers(S, scale, inverse, EXACT, True)
     put(codes_ptr + first_v * (N // 2), codes)
     put(scales_ptr + first_v * (N // 16), scales)
-    C = gl.convert_layout(gl.reshape(C, [N // 16, 16]), gl.SliceLayout(0, numbers.type.layout), assert_trivial=True)
-    y = gl.sum(gl.sum(numbers * gl.expand_dims(C, 0), 2) * read, 1)
-    y = gl.convert_layout(y, gl.SliceLayout(1, S.type.layout), assert_trivial=True)
-    return y, gl.max(doubtful.to(gl.int32), 1)
+    L: gl.constexpr = S.type.layout
+    y = blocks_times(numbers, C, read, L)
+    return y, doubtful.to(gl.int32)
 
 
 @gluon.jit
@@ -162,24 +188,24 @@ def write_rounded(S, C, codes_ptr, scales_ptr, first_v, N: gl.constexpr, READ: g
     """`write_nvfp4` for formats without a head's scale."""
     L: gl.constexpr = S.type.layout
     doubtful = gl.zeros([S.shape[0]], gl.int32, layout=gl.SliceLayout(1, L))
-    factor = gl.full([S.shape[0]], 1.0, gl.float32, layout=gl.SliceLayout(1, L))
     if READ == "int8":
-        codes, scales, values = encode_int8(S, True)
+        codes, scales, numbers = encode_numbers_int8(S)
         put(codes_ptr + first_v * N, codes)
         put(scales_ptr + first_v * (N // 32), scales)
+        y = blocks_times(numbers, C, scales.to(gl.float32), L)
     elif READ == "fp8":
         codes, factor, values, doubts = encode_rows(S, EXACT)
         put(codes_ptr + first_v * N, codes)
         gl.store(scales_ptr + first_v + gl.arange(0, S.shape[0], layout=factor.type.layout), factor)
         doubtful = doubts.to(gl.int32)
+        y = gl.sum(gl.convert_layout(values, L, assert_trivial=True) * gl.expand_dims(C, 0), 1) * factor
     elif READ == "bf16":
         codes = S.to(gl.bfloat16)
         put(codes_ptr + first_v * N, codes)
-        values = codes.to(gl.float32)
+        y = gl.sum(codes.to(gl.float32) * gl.expand_dims(C, 0), 1)
     else:
-        values = S
-    y = gl.sum(gl.convert_layout(values, L, assert_trivial=True) * gl.expand_dims(C, 0), 1)
-    return y * factor, doubtful
+        y = gl.sum(S * gl.expand_dims(C, 0), 1)
+    return y, doubtful
 
 
 @gluon.jit

@@ -6,97 +6,21 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.gluon_chunk import num_parts, rows_shared
-from replayssm.ops.gluon_encode import encode_rows, from_e4m3, larger, largest_row
+from replayssm.ops.gluon_encode import from_e4m3
+from replayssm.ops.gluon_encode_rows import encode_rows, row_magnitudes
 from replayssm.ops.gluon_formats import global_scale, largest_finite
 from replayssm.ops.mamba2.gluon_names import barrier
-from replayssm.ops.mamba2.gluon_parts import load_timestep
-from replayssm.ops.mamba2.gluon_read_chunk import PIECE, chunk_band_layout, replay_band, stage_chunk
 from replayssm.ops.mamba2.gluon_read_flush import (
-    band_layout,
     keep_band,
-    keep_part,
     kept_band,
     kept_shared,
-    line_of,
-    load_bands,
     put,
-    replay_rows,
-    stage_rows,
-    widen,
     write_nvfp4,
-    write_plain,
     write_rounded,
 )
-from replayssm.ops.mamba2.gluon_read_rows import gated
+from replayssm.ops.mamba2.gluon_read_replay import replay_head
 from replayssm.ops.mamba2.gluon_read_state import block_of, row_bytes
-
-
-@gluon.jit
-def replay_serially(
-    bands, start, committed, A, ring_x_ptr, ring_B_ptr, ring_dt_ptr,
-    P: gl.constexpr, N: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """Bands of a head in fp32 with its committed rows in them, token by token."""
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    staged_B = gl.allocate_shared_memory(gl.float32, [ROWS, N], LINE)
-    staged_x = gl.allocate_shared_memory(gl.float32, [ROWS, 1 << (P - 1).bit_length()], LINE)
-    staged_a = gl.allocate_shared_memory(gl.float32, [ROWS, 1], LINE)
-    for first in tl.range(0, committed, ROWS, disable_licm=True):
-        barrier()
-        stage_rows(
-            staged_B, staged_x, staged_a, first, start, committed, A, ring_x_ptr, ring_B_ptr, ring_dt_ptr, P, N, R
-        )
-        barrier()
-        bands = replay_rows(bands, staged_B, staged_x, staged_a, gl.minimum(committed - first, ROWS))
-    return bands
-
-
-@gluon.jit
-def replay_head(
-    state_ptr, state_scales_ptr, start, committed, A, ring_x_ptr, ring_B_ptr, ring_dt_ptr,
-    P: gl.constexpr, N: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, CHECKPOINT: gl.constexpr,
-    REPLAY: gl.constexpr,
-):  # fmt: skip
-    """Replay a head's committed rows into its checkpoint.
-
-    Returns what memory holds then, or for fp8 what is to be rounded, in shared memory [bands, lines, line], and the
-    `magnitude` of its largest element; of infinity or more if anything is not finite.
-    """
-    WARPS: gl.constexpr = gl.num_warps()
-    HEIGHT: gl.constexpr = 16 if REPLAY == "chunk" else 4 * WARPS
-    BITS: gl.constexpr = max(state_ptr.dtype.element_ty.primitive_bitwidth, 16)
-    L: gl.constexpr = chunk_band_layout(N, WARPS) if REPLAY == "chunk" else band_layout(BITS, WARPS)
-    bands = load_bands(state_ptr, P // HEIGHT, HEIGHT, N, L)
-    decay = A
-    if REPLAY == "chunk":
-        PIECES: gl.constexpr = (R + PIECE - 1) // PIECE
-        PARTS: gl.constexpr = num_parts(ring_B_ptr.dtype.element_ty)
-        WIDTH: gl.constexpr = 1 << (P - 1).bit_length()
-        staged_U = gl.allocate_shared_memory(gl.bfloat16, [PIECES * 3, PIECE, WIDTH], rows_shared())
-        staged_B = gl.allocate_shared_memory(gl.bfloat16, [PIECES * PARTS, PIECE, N], rows_shared())
-        decay = stage_chunk(staged_U, staged_B, start, committed, A, ring_x_ptr, ring_B_ptr, ring_dt_ptr, P, N, R)
-    else:
-        wide = ()
-        for i in gl.static_range(P // HEIGHT):
-            wide = wide + (widen(bands[i], state_scales_ptr, i * HEIGHT, CHECKPOINT),)
-        bands = replay_serially(wide, start, committed, A, ring_x_ptr, ring_B_ptr, ring_dt_ptr, P, N, R, ROWS)
-    TYPE: gl.constexpr = gl.float32 if CHECKPOINT == "fp8" else state_ptr.dtype.element_ty
-    LINE: gl.constexpr = line_of(TYPE.primitive_bitwidth)
-    kept = gl.allocate_shared_memory(
-        TYPE, [P // (4 * WARPS), 4 * WARPS * N // LINE, LINE], kept_shared(TYPE.primitive_bitwidth)
-    )
-    largest = gl.zeros([HEIGHT, N], gl.float32, layout=L)
-    for i in gl.static_range(P // HEIGHT):
-        S = bands[i]
-        if REPLAY == "chunk":
-            S = widen(S, state_scales_ptr, i * HEIGHT, CHECKPOINT)
-            S = replay_band(S, i, staged_U, staged_B, (committed + PIECE - 1) // PIECE, decay, 3, PARTS)
-        if CHECKPOINT != "fp8":
-            S = write_plain(S, state_ptr, i * HEIGHT, N)
-        keep_part(kept, S, i)
-        largest = larger(largest, gl.abs(S.to(gl.float32)))
-    return kept, gl.reduce(gl.reduce(largest, 1, larger), 0, larger).to(gl.int32, bitcast=True)
+from replayssm.ops.mamba2.gluon_read_token import FLAT, finish_head, keep_line, load_token, padded, sum_of, timestep
 
 
 @gluon.jit
@@ -114,7 +38,9 @@ def largest_kept(kept, N: gl.constexpr):
 def round_rows(kept, rounded, row_scales, state_ptr, state_scales_ptr, N: gl.constexpr, EXACT: gl.constexpr):
     """Round a head to fp8, write and keep it; returns its `magnitude`, and whether `EXACT` might round otherwise."""
     HEIGHT: gl.constexpr = kept.shape[1] * kept.shape[2] // N
-    largest, doubts = gl.to_tensor(0), gl.to_tensor(0)
+    LV: gl.constexpr = gl.SliceLayout(1, kept_band(kept.index(0), HEIGHT, N).type.layout)
+    # Of all bands first: a maximum over the program in every band would wait for all warps each time.
+    largest, doubts = gl.zeros([HEIGHT], gl.int32, layout=LV), gl.zeros([HEIGHT], gl.int32, layout=LV)
     for i in tl.range(kept.shape[0], disable_licm=True):
         S = kept_band(kept.index(i), HEIGHT, N)
         codes, scales, _, doubtful = encode_rows(S, EXACT)
@@ -122,9 +48,9 @@ def round_rows(kept, rounded, row_scales, state_ptr, state_scales_ptr, N: gl.con
         gl.store(state_scales_ptr + i * HEIGHT + gl.arange(0, HEIGHT, layout=scales.type.layout), scales)
         keep_band(rounded.index(i), codes)
         row_scales.index(i).store(scales)
-        largest = gl.maximum(largest, largest_row(S, scales))
-        doubts = doubts | gl.max(doubtful.to(gl.int32), 0)
-    return largest, doubts
+        largest = gl.maximum(largest, row_magnitudes(S, scales))
+        doubts = doubts | doubtful.to(gl.int32)
+    return gl.max(largest, 0), gl.max(doubts, 0)
 
 
 @gluon.jit
@@ -159,11 +85,30 @@ def flush_head(
     start = gl.load(cursors_ptr + base * 4)
     committed = gl.load(cursors_ptr + base * 4 + 1)
     A = gl.load(A_ptr + h)
+    # A state of more registers in fp32 leaves none for the token.
+    EARLY: gl.constexpr = (REPLAY == "chunk") | (P * N <= 64 * 32 * gl.num_warps())
+    token = ()
+    if OUTPUTS & EARLY:
+        token = load_token(
+            row, h, g, dt_ptr, dt_bias_ptr, D_ptr, x_ptr, z_ptr, B_ptr, C_ptr, dt_token, x_token, x_head, z_token,
+            z_head, B_token, B_group, C_token, C_group, P, N, HAS_D, HAS_Z, HAS_BIAS,
+        )  # fmt: skip
     kept, largest = replay_head(
         state_ptr, state_scales_ptr, start, committed, A, ring_x_ptr + base * ring_x_slot + h * ring_x_head,
         ring_B_ptr + base * ring_B_slot + g * ring_B_group, ring_dt_ptr + base * ring_dt_slot + h * ring_dt_head,
         P, N, R, ROWS, CHECKPOINT, REPLAY,
     )  # fmt: skip
+    decay, skip = A, A
+    kept_x, kept_z, kept_C, kept_BC = kept, kept, kept, kept
+    if OUTPUTS:
+        if not EARLY:
+            token = load_token(
+                row, h, g, dt_ptr, dt_bias_ptr, D_ptr, x_ptr, z_ptr, B_ptr, C_ptr, dt_token, x_token, x_head, z_token,
+                z_head, B_token, B_group, C_token, C_group, P, N, HAS_D, HAS_Z, HAS_BIAS,
+            )  # fmt: skip
+        dt, bias, D, x, z, B, C = token
+        kept_x, kept_z, kept_C = keep_line(x), keep_line(z), keep_line(C.to(gl.float32))
+        kept_BC = keep_line(B.to(gl.float32) * C.to(gl.float32))
     barrier()
     # From here on in loops over shared memory: all bands at once would need more registers than there are.
     stored, row_scales = kept, kept
@@ -185,35 +130,45 @@ def flush_head(
     codes_ptr += base * codes_slot + h * (P * row_bytes(READ, N))
     scales_ptr += base * scales_slot + h * (P * (N // block_of(READ) if block_of(READ) > 0 else 1))
     LS: gl.constexpr = kept_band(stored.index(0), HEIGHT, N).type.layout
-    k = gl.arange(0, N, layout=gl.SliceLayout(0, LS))
     C = gl.zeros([N], gl.float32, layout=gl.SliceLayout(0, LS))
-    decay, skip = A, A
     if OUTPUTS:
-        dt = load_timestep(dt_ptr + row * dt_token, dt_bias_ptr, h, HAS_BIAS, SOFTPLUS)
-        decay = gl.exp(A * dt)
-        D = gl.load(D_ptr + h).to(gl.float32) if HAS_D else A * 0.0
-        x_ptr += row * x_token + h * x_head
-        z_ptr += row * z_token + h * z_head
+        C = kept_C.load(gl.SliceLayout(0, LS))
+        dt = timestep(dt, bias, HAS_BIAS, SOFTPLUS)
+        decay, skip = gl.exp(A * dt), dt * sum_of(kept_BC)
+        if HAS_D:
+            skip += D.to(gl.float32)
         out_ptr += row * out_token + h * out_head
-        B_ptr += row * B_token + g * B_group
-        C_ptr += row * C_token + g * C_group
-        C = gl.load(C_ptr + k).to(gl.float32)
-        once = gl.arange(0, N, layout=gl.BlockedLayout([N // 32], [32], [gl.num_warps()], [0]))
-        skip = dt * gl.sum(gl.load(B_ptr + once).to(gl.float32) * gl.load(C_ptr + once).to(gl.float32), 0) + D
-    doubts = gl.zeros([HEIGHT], gl.int32, layout=gl.SliceLayout(1, LS))
+    kept_y = kept
+    if OUTPUTS:
+        kept_y = gl.allocate_shared_memory(gl.float32, [padded(P) // HEIGHT, HEIGHT], FLAT)
+    doubts = no_doubts(HEIGHT, N, READ, LS)
     for i in tl.range(BANDS, disable_licm=True):
         S = stored_band(stored, row_scales, i, HEIGHT, N, CHECKPOINT)
         y, doubtful = write_copy(S, C, codes_ptr, scales_ptr, i * HEIGHT, scale, inverse, N, READ, False)
-        doubts = doubts | doubtful
         if OUTPUTS:
-            finish_band(y, decay, skip, x_ptr, z_ptr, out_ptr, i * HEIGHT, HAS_Z)
+            kept_y.index(i).store(y)
+        doubts = doubts | doubtful
     if (READ == "nvfp4") | (READ == "fp8"):
-        if gl.max(doubts, 0) > 0:
+        if gl.max(gl.max(doubts, 1) if READ == "nvfp4" else doubts, 0) > 0:
             for i in tl.range(BANDS, disable_licm=True):
                 S = stored_band(stored, row_scales, i, HEIGHT, N, CHECKPOINT)
                 y, _ = write_copy(S, C, codes_ptr, scales_ptr, i * HEIGHT, scale, inverse, N, READ, True)
                 if OUTPUTS:
-                    finish_band(y, decay, skip, x_ptr, z_ptr, out_ptr, i * HEIGHT, HAS_Z)
+                    kept_y.index(i).store(y)
+    if OUTPUTS:
+        barrier()
+        finish_head(kept_y, decay, skip, kept_x, kept_z, out_ptr, P, HAS_Z)
+
+
+@gluon.jit
+def no_doubts(HEIGHT: gl.constexpr, N: gl.constexpr, READ: gl.constexpr, L: gl.constexpr):
+    """The last result of `write_copy` where nothing is doubtful: nvfp4's is of blocks, others' of rows."""
+    none = gl.zeros([HEIGHT, N], gl.int32, layout=L)
+    if READ == "nvfp4":
+        none = gl.max(gl.reshape(none, [HEIGHT, N // 16, 16]), 2)
+    else:
+        none = gl.max(none, 1)
+    return none
 
 
 @gluon.jit
@@ -225,14 +180,5 @@ def write_copy(
         y, doubtful = write_nvfp4(S, C, codes_ptr, scales_ptr, first_v, scale, inverse, N, EXACT)
     else:
         y, doubtful = write_rounded(S, C, codes_ptr, scales_ptr, first_v, N, READ, EXACT)
-    return y, gl.convert_layout(doubtful, y.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def finish_band(y, decay, skip, x_ptr, z_ptr, out_ptr, first_v, HAS_Z: gl.constexpr):
-    """Outputs of a band, from the new read copy times C."""
-    v = first_v + gl.arange(0, y.shape[0], layout=y.type.layout)
-    y = decay * y + skip * gl.load(x_ptr + v).to(gl.float32)
-    if HAS_Z:
-        y = gated(y, gl.load(z_ptr + v))
-    gl.store(out_ptr + v, y.to(out_ptr.dtype.element_ty))
+        doubtful = gl.convert_layout(doubtful, y.type.layout, assert_trivial=True)
+    return y, doubtful

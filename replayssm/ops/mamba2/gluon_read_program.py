@@ -10,18 +10,19 @@ from replayssm.ops.gluon_formats import E2M1_UNIT
 from replayssm.ops.mamba2.gluon_names import view
 from replayssm.ops.mamba2.gluon_parts import load_timestep
 from replayssm.ops.mamba2.gluon_read_rows import (
+    add_rows,
+    add_rows_ahead,
     gated,
     load_rows_B,
     load_rows_dt,
     load_rows_x,
     own_weights,
     ring_B_layout,
-    ring_sums,
     threads_layout,
     weigh_rows,
     weights_layout,
 )
-from replayssm.ops.mamba2.gluon_read_stages import fetch_stage, staged_sums
+from replayssm.ops.mamba2.gluon_read_stages import fetch_stage, staged_sums, tiles_together
 from replayssm.ops.mamba2.gluon_read_state import (
     block_of,
     load_columns,
@@ -41,7 +42,7 @@ def read_program(
     ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head,
     codes_slot, scales_slot, global_slot,
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr, TILES: gl.constexpr,
-    GROUP: gl.constexpr, DEPTH: gl.constexpr, ROWS: gl.constexpr, READ: gl.constexpr,
+    GROUP: gl.constexpr, DEPTH: gl.constexpr, AHEAD: gl.constexpr, ROWS: gl.constexpr, READ: gl.constexpr,
     HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr,
 ):  # fmt: skip
     """Outputs of TILES tiles of state rows of one batch row and group, unless the row flushes."""
@@ -82,9 +83,8 @@ def read_program(
     start = gl.load(cursors_ptr + base * 4)
     live = gl.load(cursors_ptr + base * 4 + 1)
     limit = gl.load(cursors_ptr + base * 4 + 2)
-    if (DEPTH > 0) & ((live > 0) & (live + 1 > gl.minimum(limit, buffer_len))):
+    if (live > 0) & (live + 1 > gl.minimum(limit, buffer_len)):
         return
-    # All that does not depend on others is asked for before anything is waited for.
     C_ptr += row * C_token + g * C_group
     first_row = g * (H // G) * P + chunk * SPAN
     codes_ptr += base * codes_slot + first_row * row_bytes(READ, N)
@@ -92,43 +92,49 @@ def read_program(
     if DEPTH > 0:
         ROW: gl.constexpr = row_bytes(READ, N)
         BLOCKS: gl.constexpr = N // block_of(READ) if block_of(READ) > 0 else 1
-        PLACES: gl.constexpr = DEPTH * GROUP
-        codes_at = gl.allocate_shared_memory(
-            codes_ptr.dtype.element_ty, [PLACES, TILE, ROW], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        )
-        scales_at = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [PLACES, TILE, BLOCKS], PLAIN)
+        ROWS_AT_ONCE: gl.constexpr = tiles_together(GROUP) * TILE
+        PLACES: gl.constexpr = DEPTH * GROUP * TILE // ROWS_AT_ONCE
+        codes_at = gl.allocate_shared_memory(codes_ptr.dtype.element_ty, [PLACES, ROWS_AT_ONCE, ROW], PLAIN)
+        scales_at = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [PLACES, ROWS_AT_ONCE, BLOCKS], PLAIN)
         for i in gl.static_range(DEPTH):
-            fetch_stage(codes_at, scales_at, codes_ptr, scales_ptr, i * GROUP, i * GROUP, GROUP, READ)
+            fetch_stage(codes_at, scales_at, codes_ptr, scales_ptr, i, i, GROUP, READ)
             async_copy.commit_group()
-    C = gl.load(C_ptr + gl.arange(0, N, layout=gl.SliceLayout(0, ring_B_layout(N, WARPS))))
-    columns = load_columns(C_ptr, READ, N, PART, DEPTH > 0)
+    # Loads that keep their order (volatile), those first whose use comes last: nothing waits before all are asked for.
+    x_ptrs = x_ptr + row * x_token + h * x_head + v
+    ring_x_ptrs = ring_x_ptr + base * ring_x_slot + h * ring_x_head + v
+    x = ()
+    if AHEAD:
+        x = load_rows_x(x_ptrs, ring_x_ptrs, start, live, 0, 8, P, R, WIDTH)
     heads = first_h + gl.minimum(gl.arange(0, HEADS, layout=LH), NUM_HEADS - 1)
-    A = gl.load(A_ptr + heads)
-    D = gl.load(D_ptr + heads).to(gl.float32) if HAS_D else A * 0.0
-    dt = load_timestep(dt_ptr + row * dt_token, dt_bias_ptr, heads, HAS_BIAS, SOFTPLUS)
-    scale = gl.load(global_ptr + base * global_slot + heads) * E2M1_UNIT if READ == "nvfp4" else 1.0
-    if (DEPTH == 0) & ((live > 0) & (live + 1 > gl.minimum(limit, buffer_len))):
-        return
+    own_dt, younger_dt = load_rows_dt(ring_dt_ptr + base * ring_dt_slot + heads * ring_dt_head, start, live, ROWS, R)
     B = load_rows_B(
         B_ptr + row * B_token + g * B_group, ring_B_ptr + base * ring_B_slot + g * ring_B_group, start, live, ROWS, N, R
     )
-    own_dt, younger_dt = load_rows_dt(ring_dt_ptr + base * ring_dt_slot + heads * ring_dt_head, start, live, ROWS, R)
-    x_ptrs = x_ptr + row * x_token + h * x_head + v
-    ring_x_ptrs = ring_x_ptr + base * ring_x_slot + h * ring_x_head + v
-    x = load_rows_x(x_ptrs, ring_x_ptrs, start, live, 0, 8, P, R, WIDTH)
+    scale = gl.load(global_ptr + base * global_slot + heads, volatile=True) * E2M1_UNIT if READ == "nvfp4" else 1.0
+    A = gl.load(A_ptr + heads, volatile=True)
+    D = gl.load(D_ptr + heads, volatile=True).to(gl.float32) if HAS_D else A * 0.0
+    dt = load_timestep(dt_ptr + row * dt_token, dt_bias_ptr, heads, HAS_BIAS, SOFTPLUS)
+    columns = load_columns(C_ptr, READ, N, PART, DEPTH > 0)
+    C = gl.load(C_ptr + gl.arange(0, N, layout=gl.SliceLayout(0, ring_B_layout(N, WARPS))), volatile=True)
 
+    weight, decay = weigh_rows(B, C, dt, own_dt, younger_dt, A, D, live)
+    weights = own_weights(weight, own_head, L2)
+    if AHEAD:
+        y = add_rows_ahead(x, weights, live, x_ptrs, ring_x_ptrs, start, ROWS, P, R)
+    else:
+        y = add_rows(weights, live, x_ptrs, ring_x_ptrs, start, ROWS, P, R, WIDTH)
+    y = gl.convert_layout(y, L2, assert_trivial=True)
+    # What the outputs need at last; memory is busy with the stages until then.
+    z, row_scale = y, decay
+    if HAS_Z:
+        z = gl.load(gl.expand_dims(z_ptr + row * z_token + h * z_head + v, 1) + e, volatile=True)
+    if READ == "fp8":
+        row_scale = gl.load(gl.expand_dims(scales_ptr + own_row, 1) + e, volatile=True)
     factor, unit = power_of_two(C) if READ != "bf16" else (1.0, 1.0)
     lows, highs = (), ()
     for p in gl.static_range(N // PART):
         low, high = stage_columns(columns[p], factor, READ)
         lows, highs = lows + (low,), highs + (high,)
-    weight, decay = weigh_rows(B, C, dt, own_dt, younger_dt, A, D, live)
-    weights = own_weights(weight, own_head, L2)
-    y = gl.convert_layout(ring_sums(x, weights[0]), L2, assert_trivial=True)
-    for i in gl.static_range(1, ROWS // 8):
-        if live >= i * 8:
-            x = load_rows_x(x_ptrs, ring_x_ptrs, start, live, i * 8, 8, P, R, WIDTH)
-            y += gl.convert_layout(ring_sums(x, weights[i]), L2, assert_trivial=True)
     decay = gl.expand_dims(gl.gather(decay * unit * scale, own_head, 0), 1)
     sums = gl.allocate_shared_memory(gl.float32, [STACKED, TILE], LINE if DEPTH > 0 else PLAIN)
     if DEPTH > 0:
@@ -137,9 +143,8 @@ def read_program(
         sums.store(state_sums(codes_ptr, scales_ptr, lows, highs, TILES, GROUP, READ, N, PART))
     scaled = view(sums, [STACKED * TILE // WIDTH, WIDTH], PLAIN).slice(0, 32 * WARPS).load(L2) * decay
     if READ == "fp8":
-        scaled *= gl.load(gl.expand_dims(scales_ptr + own_row, 1) + e)
+        scaled *= row_scale
     y += scaled
     if HAS_Z:
-        z = gl.load(gl.expand_dims(z_ptr + row * z_token + h * z_head + v, 1) + e)
         y = gated(y, z)
     gl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=some)

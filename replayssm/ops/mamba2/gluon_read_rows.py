@@ -35,7 +35,7 @@ def load_rows_B(B_ptr, ring_B_ptr, start, live, ROWS: gl.constexpr, N: gl.conste
     age = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LB))
     k = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, LB)), 0)
     row_ptrs = gl.where(age == 0, B_ptr, ring_B_ptr + wrap(start + live - age, R) * N)
-    return gl.load(gl.expand_dims(row_ptrs, 1) + k, mask=gl.expand_dims(age <= live, 1), other=0.0)
+    return gl.load(gl.expand_dims(row_ptrs, 1) + k, mask=gl.expand_dims(age <= live, 1), other=0.0, volatile=True)
 
 
 @gluon.jit
@@ -44,8 +44,8 @@ def load_rows_dt(ring_dt_ptrs, start, live, ROWS: gl.constexpr, R: gl.constexpr)
     L: gl.constexpr = weights_layout(ROWS, gl.num_warps())
     age = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, L)), 1)
     heads = gl.expand_dims(ring_dt_ptrs, 0)
-    own = gl.load(heads + wrap(start + live - age, R), mask=(age > 0) & (age <= live), other=0.0)
-    younger = gl.load(heads + wrap(start + live + 1 - age, R), mask=(age > 1) & (age <= live), other=0.0)
+    own = gl.load(heads + wrap(start + live - age, R), mask=(age > 0) & (age <= live), other=0.0, volatile=True)
+    younger = gl.load(heads + wrap(start + live + 1 - age, R), mask=(age > 1) & (age <= live), other=0.0, volatile=True)
     return own, younger
 
 
@@ -66,7 +66,7 @@ def load_rows_x(
     position = wrap(gl.where(live > 0, start, 0) + live - gl.minimum(age, live), R)
     ptrs = gl.where(age == 0, gl.expand_dims(new, 0), gl.expand_dims(old, 0) + position * P)
     e = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, L3))), 0), 1)
-    return gl.load(gl.expand_dims(ptrs, 2) + e)
+    return gl.load(gl.expand_dims(ptrs, 2) + e, volatile=True)
 
 
 @gluon.constexpr_function
@@ -112,11 +112,55 @@ def own_weights(weight, own_head, L2: gl.constexpr):
 
 
 @gluon.jit
+def widened(x):
+    """fp32 of 16-bit x [.., WIDTH], neighbours in a thread."""
+    if (x.dtype == gl.bfloat16) & (x.shape[2] > 1):
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=&r,=&r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
 def ring_sums(x, weight):
     """A part of the ring's rows times their weights: [threads, WIDTH]."""
     LT: gl.constexpr = gl.SliceLayout(2, x.type.layout)
     weight = gl.expand_dims(gl.convert_layout(weight, LT, assert_trivial=True), 2)
-    return gl.sum(x.to(gl.float32) * weight, 0)
+    return gl.sum(widened(x) * weight, 0)
+
+
+@gluon.jit
+def add_rows(
+    weights, live, x_ptrs, ring_x_ptrs, start,
+    ROWS: gl.constexpr, P: gl.constexpr, R: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """All rows times their weights, [threads, WIDTH]; eight at a time, as many as there are."""
+    y = ring_sums(load_rows_x(x_ptrs, ring_x_ptrs, start, live, 0, 8, P, R, WIDTH), weights[0])
+    for i in gl.static_range(1, ROWS // 8):
+        if live >= i * 8:
+            y += ring_sums(load_rows_x(x_ptrs, ring_x_ptrs, start, live, i * 8, 8, P, R, WIDTH), weights[i])
+    return y
+
+
+@gluon.jit
+def add_rows_ahead(
+    x, weights, live, x_ptrs, ring_x_ptrs, start, ROWS: gl.constexpr, P: gl.constexpr, R: gl.constexpr
+):  # fmt: skip
+    """`add_rows` with the first eight on their way; the next ones are asked for before those are waited for."""
+    WIDTH: gl.constexpr = x.shape[2]
+    if ROWS == 8:
+        y = ring_sums(x, weights[0])
+    else:
+        if live >= 8:
+            later = load_rows_x(x_ptrs, ring_x_ptrs, start, live, 8, 8, P, R, WIDTH)
+            y = ring_sums(x, weights[0]) + ring_sums(later, weights[1])
+        else:
+            y = ring_sums(x, weights[0])
+        for i in gl.static_range(2, ROWS // 8):
+            if live >= i * 8:
+                y += ring_sums(load_rows_x(x_ptrs, ring_x_ptrs, start, live, i * 8, 8, P, R, WIDTH), weights[i])
+    return y
 
 
 @gluon.jit

@@ -24,18 +24,22 @@ def fetch_rows(at, ptr, BITS: gl.constexpr):
     copy_to_shared(at, ptr + rows + gl.expand_dims(gl.arange(0, at.shape[1], layout=gl.SliceLayout(0, L)), 0))
 
 
+@gluon.constexpr_function
+def tiles_together(group):
+    """Tiles of a stage that are copied at once: as many as a tensor of them may have rows."""
+    return group if group & (group - 1) == 0 else 1
+
+
 @gluon.jit
-def fetch_stage(
-    codes_at, scales_at, codes_ptr, scales_ptr, first_place, first_tile, GROUP: gl.constexpr, READ: gl.constexpr
-):
-    """Start copying GROUP tiles from `first_tile` on, codes and block scales, to places from `first_place` on."""
-    for i in gl.static_range(GROUP):
-        tile = first_tile + i
-        at = codes_at.index(first_place + i)
-        fetch_rows(at, codes_ptr + tile * (at.shape[0] * at.shape[1]), 128)
+def fetch_stage(codes_at, scales_at, codes_ptr, scales_ptr, place, stage, GROUP: gl.constexpr, READ: gl.constexpr):
+    """Start copying the GROUP tiles of a stage, codes and block scales, to one of the places."""
+    PARTS: gl.constexpr = GROUP // tiles_together(GROUP)
+    for i in gl.static_range(PARTS):
+        at = codes_at.index(place * PARTS + i)
+        fetch_rows(at, codes_ptr + (stage * PARTS + i) * (at.shape[0] * at.shape[1]), 128)
         if block_of(READ) > 0:
-            at = scales_at.index(first_place + i)
-            fetch_rows(at, scales_ptr + tile * (at.shape[0] * at.shape[1]), 32)
+            at = scales_at.index(place * PARTS + i)
+            fetch_rows(at, scales_ptr + (stage * PARTS + i) * (at.shape[0] * at.shape[1]), 32)
 
 
 @gluon.jit
@@ -65,21 +69,27 @@ def staged_sums(
     PARTS: gl.constexpr = N // PART
     WIDTH: gl.constexpr = row_bytes(READ, PART)
     LA: gl.constexpr = operand_layout(0, READ, PART, gl.num_warps())
+    TOGETHER: gl.constexpr = tiles_together(GROUP)
     for stage in range(TILES // GROUP):
         async_copy.wait_group(DEPTH - 1)
-        place = stage % DEPTH * GROUP
+        place = stage % DEPTH
+        # Everything is read before anything is written, or the tiles would go one after the other.
+        sums_of_tiles = ()
         for i in gl.static_range(GROUP):
             y = gl.zeros([TILE], gl.float32, layout=gl.SliceLayout(1, MMA))
+            tile_at = codes_at.index(place * (GROUP // TOGETHER) + i // TOGETHER).slice(i % TOGETHER * TILE, TILE)
+            some_at = scales_at.index(place * (GROUP // TOGETHER) + i // TOGETHER).slice(i % TOGETHER * TILE, TILE)
             for p in gl.static_range(PARTS):
-                codes = codes_at.index(place + i).slice(p * WIDTH, WIDTH, dim=1).load(LA)
+                codes = tile_at.slice(p * WIDTH, WIDTH, dim=1).load(LA)
                 acc = multiply(codes, lows[p], highs[p], gl.zeros([TILE, 8], gl.float32, layout=MMA), READ)
-                some = scales_at.index(place + i)
+                some = some_at
                 if block_of(READ) > 0:
-                    some = some.slice(p * (BLOCKS // PARTS), BLOCKS // PARTS, dim=1)
+                    some = some_at.slice(p * (BLOCKS // PARTS), BLOCKS // PARTS, dim=1)
                 y += scaled_sum(acc, some, READ, BLOCKS // PARTS if block_of(READ) > 0 else 1)
-            sums.index(stage * GROUP + i).store(y)
+            sums_of_tiles = sums_of_tiles + (y,)
+        for i in gl.static_range(GROUP):
+            sums.index(stage * GROUP + i).store(sums_of_tiles[i])
         if DEPTH * GROUP < TILES:
             if stage + DEPTH < TILES // GROUP:
-                first_tile = (stage + DEPTH) * GROUP
-                fetch_stage(codes_at, scales_at, codes_ptr, scales_ptr, place, first_tile, GROUP, READ)
+                fetch_stage(codes_at, scales_at, codes_ptr, scales_ptr, place, stage + DEPTH, GROUP, READ)
         async_copy.commit_group()

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from replayssm.ops.gluon_encode import from_e4m3
-from replayssm.ops.gluon_formats import half_of_e4m3, half_of_int8, halves_of_e2m1
+from replayssm.ops.gluon_formats import crossed_halves_of_e2m1, half_of_e4m3, half_of_int8
 from replayssm.ops.gluon_window_parts import columns_shared, mma_layout
 
 
@@ -79,7 +79,8 @@ def stage_columns(C, factor, READ: gl.constexpr):
         operand = gl.allocate_shared_memory(gl.bfloat16, [8, PART], SHARED, columns).permute((1, 0)).load(LC)
         return operand, operand
     elif READ == "nvfp4":
-        low, high = gl.split(gl.reshape((C * factor).to(gl.float16), [8, PART // 2, 2]))
+        crossed = gl.permute(gl.reshape((C * factor).to(gl.float16), [8, PART // 8, 2, 2, 2]), (0, 1, 3, 2, 4))
+        low, high = gl.split(gl.reshape(crossed, [8, PART // 2, 2]))
         staged_low = gl.allocate_shared_memory(gl.float16, [8, PART // 2], SHARED, low)
         staged_high = gl.allocate_shared_memory(gl.float16, [8, PART // 2], SHARED, high)
         return staged_low.permute((1, 0)).load(LC), staged_high.permute((1, 0)).load(LC)
@@ -118,7 +119,7 @@ def load_scales(scales_ptr, first_k, READ: gl.constexpr, N: gl.constexpr, CHUNK:
 def multiply(codes, low, high, acc, READ: gl.constexpr):
     """acc + codes times columns."""
     if READ == "nvfp4":
-        codes_low, codes_high = halves_of_e2m1(codes)
+        codes_low, codes_high = crossed_halves_of_e2m1(codes)
         return mma_v2(codes_high, high, mma_v2(codes_low, low, acc))
     elif READ == "fp8":
         return mma_v2(half_of_e4m3(codes), low, acc)

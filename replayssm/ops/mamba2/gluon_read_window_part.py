@@ -9,6 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_wait
 
 from replayssm.ops.delta.gluon_read_scores import power_near
 from replayssm.ops.gluon_formats import E2M1_UNIT, scales_a_row
@@ -68,6 +69,20 @@ def own_columns(X, TILE: gl.constexpr, SPAN: gl.constexpr, TOKENS: gl.constexpr,
 
 
 @gluon.jit
+def load_tiles(
+    codes_ptr, scales_ptr, BEGIN: gl.constexpr, END: gl.constexpr, ROWS: gl.constexpr, READ: gl.constexpr,
+    TILE: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
+    """Codes and scales of tiles BEGIN to END - 1 of ROWS state rows, as tuples."""
+    tiles, scales = (), ()
+    for i in gl.static_range(BEGIN, END):
+        tile = load_codes(codes_ptr + i * TILE * codes_a_row(READ, N), READ, TILE, N, ROWS - i * TILE)
+        scale = load_scales(scales_ptr + i * TILE * scales_a_row(READ, N), tile, READ, TILE, N, ROWS - i * TILE)
+        tiles, scales = tiles + (tile,), scales + (scale,)
+    return tiles, scales
+
+
+@gluon.jit
 def read_window(
     slot, first, length, start, committed, live, g, first_h, x_ptr, dt_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr,
     dt_bias_ptr, ring_x_ptr, ring_B_ptr, ring_dt_ptr, parents_ptr, out_ptr, codes_ptr, scales_ptr, global_ptr,
@@ -76,7 +91,7 @@ def read_window(
     global_slot,
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr, HEADS: gl.constexpr,
     TILE: gl.constexpr, ROWS: gl.constexpr, WINDOW: gl.constexpr, READ: gl.constexpr, TREE: gl.constexpr,
-    HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr,
+    HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Outputs and ring rows of `length` tokens from token `first` on, of HEADS heads of group g from `first_h` on.
 
@@ -100,15 +115,11 @@ def read_window(
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ROWS_SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, TILE // 8), order=[1, 0])
-    TILE_CODES: gl.constexpr = TILE * codes_a_row(READ, N)
-    TILE_SCALES: gl.constexpr = TILE * scales_a_row(READ, N)
     codes_ptr += slot * codes_slot + first_h * (P * codes_a_row(READ, N))
     scales_ptr += slot * scales_slot + first_h * (P * scales_a_row(READ, N))
-    tiles, tile_scales = (), ()
-    for i in gl.static_range(TILES):
-        tile = load_codes(codes_ptr + i * TILE_CODES, READ, TILE, N, HEADS * P - i * TILE)
-        scale = load_scales(scales_ptr + i * TILE_SCALES, tile, READ, TILE, N, HEADS * P - i * TILE)
-        tiles, tile_scales = tiles + (tile,), tile_scales + (scale,)
+    # The rest of the copy is asked for when the inputs' registers are free.
+    EARLY: gl.constexpr = 0 if LATE else TILES - TILES // 2 if TILES > 2 else TILES
+    tiles, tile_scales = load_tiles(codes_ptr, scales_ptr, 0, EARLY, HEADS * P, READ, TILE, N)
     x_ptr += first * x_token + first_h * x_head
     B_ptr += first * B_token + g * B_group
     C_ptr += first * C_token + g * C_group
@@ -172,7 +183,7 @@ def read_window(
     stage_columns(columns_at, columns, READ, EXACT)
     fill_tables(
         weight_at, scale_at, score_at.slice(0, TOKENS, dim=1), dt_at, A_ptr + first_h, D_ptr + first_h,
-        parents_ptr + first, length, count, HEADS, 1, HEADS, ROWS, TOKENS, TREE, HAS_D,
+        parents_ptr + first, length, count, HEADS, HEADS, ROWS, TOKENS, TREE, HAS_D,
     )  # fmt: skip
     # Append the window.
     for i in gl.static_range(TILES):
@@ -185,6 +196,10 @@ def read_window(
         B_end = ring_B_ptr + (gl.expand_dims(wrap(last - age, R) * N, 1) + k)
         gl.store(B_end, B, mask=gl.expand_dims(age < length, 1))
 
+    if LATE:
+        gdc_wait()
+    more, more_scales = load_tiles(codes_ptr, scales_ptr, EARLY, TILES, HEADS * P, READ, TILE, N)
+    tiles, tile_scales = tiles + more, tile_scales + more_scales
     operands = load_operands(columns_at, READ, EXACT, COLUMNS, N)
     inverse = inverse_at.load(gl.SliceLayout(0, MMA))
     head_of = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA)) // TOKENS

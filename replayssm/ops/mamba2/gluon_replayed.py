@@ -28,13 +28,23 @@ def load_replayed(
     return B, dt, dt_after
 
 
+@gluon.constexpr_function
+def own_rows(chunked):
+    """V-rows of x that a thread loads for a flush: chunks keep them in few, serial replays in one 16-byte access."""
+    return 2 if chunked else 8
+
+
 @gluon.jit
 def load_replayed_x(
     ring_x_ptr, ring_x_head, start, count, P: gl.constexpr, R: gl.constexpr, ROWS: gl.constexpr, HW: gl.constexpr,
-    BV: gl.constexpr,
+    BV: gl.constexpr, OWN: gl.constexpr = 2,
 ):  # fmt: skip
-    """x of the `count` oldest committed rows for a tile, [rows, heads, V]; zero after them."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 1, 8], [gl.num_warps() // HW, HW, 1], [2, 1, 0])
+    """x of the `count` oldest committed rows for a tile, [rows, heads, V]; zero after them.
+
+    A thread loads OWN neighbouring V-rows.
+    """
+    LANES: gl.constexpr = min(8, BV // OWN)
+    L: gl.constexpr = gl.BlockedLayout([1, 1, OWN], [32 // LANES, 1, LANES], [gl.num_warps() // HW, HW, 1], [2, 1, 0])
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
     r = gl.expand_dims(gl.expand_dims(r, 1), 2)
     h = gl.arange(0, HW, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))

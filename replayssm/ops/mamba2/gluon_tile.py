@@ -32,7 +32,7 @@ def mamba2_tile_kernel(
     state_slot, state_head, ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head,
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
     BV: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, APPENDERS: gl.constexpr, SETTLE: gl.constexpr,
-    RING_FIRST: gl.constexpr, HINT: gl.constexpr,
+    RING_FIRST: gl.constexpr, HINT: gl.constexpr, HINT_ROWS: gl.constexpr, HINT_FIRST: gl.constexpr,
     HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -45,14 +45,15 @@ def mamba2_tile_kernel(
     LB: gl.constexpr = ring_B_layout(N, num_warps)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     if HINT > 0:
-        # Without SETTLE a program knows its row from its place in the grid alone.
-        guess = gl.minimum(gl.program_id(0), num_items - 1)
-        hint_h = ((guess % ITEMS) // TILES * HEADS).to(gl.int64)
-        give_hints(
-            state_ptr, ring_x_ptr, ring_B_ptr, cursors_ptr, slot_indices_ptr + guess // ITEMS, num_slots, hint_h,
-            guess % TILES * BV, hint_h // (H // G), state_slot, state_head, ring_x_slot, ring_x_head, ring_B_slot,
-            ring_B_group, P, N, R, HEADS, BV, HINT,
-        )  # fmt: skip
+        # A program knows its row from its place in the grid alone, unless it trades places.
+        guess = gl.program_id(0)
+        if guess < (gl.minimum(num_items, HINT_FIRST) if HINT_FIRST > 0 else num_items):
+            hint_h = ((guess % ITEMS) // TILES * HEADS).to(gl.int64)
+            give_hints(
+                state_ptr, ring_x_ptr, ring_B_ptr, cursors_ptr, slot_indices_ptr + guess // ITEMS, num_slots, hint_h,
+                guess % TILES * BV, hint_h // (H // G), state_slot, state_head, ring_x_slot, ring_x_head, ring_B_slot,
+                ring_B_group, P, N, R, HEADS, HINT_ROWS if HINT_ROWS > 0 else BV, HINT,
+            )  # fmt: skip
     if PDL:
         # Everything below may depend on the kernel before; the kernel after may come on as soon as there is room.
         gdc_wait()

@@ -27,26 +27,47 @@ def stage_rows(staged_B, staged_dt, staged_a, B, dt, A):
     view(staged_B, [ROWS, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(B.to(gl.float32))
 
 
-@gluon.jit
-def replay_tile(S, x, staged_x, staged_B, staged_dt, staged_a, block, count):
-    """Replay `count` staged rows into a tile of the checkpoint; the operations are those of `triton_math.update`.
+@gluon.constexpr_function
+def replay_layout(element_bits, heads, block_v, columns):
+    """[heads, V, K] of a tile in a replay: a thread has four V-rows, so that a ring row is few loads of shared memory.
 
-    x: [rows, heads, V] of the rows. `staged_x` has its shape.
+    It is the operand's layout of the tensor cores, but for a bit of V and one of K that registers and lanes exchange.
     """
-    L: gl.constexpr = S.type.layout
-    ROWS: gl.constexpr = x.shape[0]
+    own = (128 // element_bits).bit_length() - 1
+    k = [[0, 0, 1 << i] for i in range(columns.bit_length() - 1)]
+    v = [[0, 1 << i, 0] for i in range(block_v.bit_length() - 1)]
+    h = [[1 << i, 0, 0] for i in range(heads.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*k[:own], v[0], v[3], *k[own + 3 :]],
+        lane_bases=[*k[own : own + 3], v[1], v[2]],
+        warp_bases=[*v[4:], *h],
+        block_bases=[],
+        shape=[heads, block_v, columns],
+    )
+
+
+@gluon.jit
+def stage_x(staged_x, x, staged_dt, block):
+    """Put dt x of a tile's rows, [rows, heads, V], into shared memory of that shape, in float32."""
     dt = staged_dt.index(block).load(gl.SliceLayout(2, x.type.layout))
     all_x = view(staged_x, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     all_x.store(gl.expand_dims(dt, 2) * x.to(gl.float32))
     # Before the loop, else the compiler puts a barrier into every iteration.
     barrier()
+
+
+@gluon.jit
+def replay_tile(S, staged_x, staged_B, staged_a, block, count):
+    """Replay `count` staged rows into a tile of the checkpoint; the operations are those of `triton_math.update`."""
+    L: gl.constexpr = S.type.layout
+    ROWS: gl.constexpr = staged_x.shape[0]
     S = S.to(gl.float32)
     for j in range(count):
-        B_j = staged_B.index(j).load(gl.SliceLayout(0, gl.SliceLayout(1, L)))
-        x_j = staged_x.index(j).load(gl.SliceLayout(2, L))
-        a_j = staged_a.index(block * ROWS + j).load(gl.SliceLayout(1, gl.SliceLayout(2, L)))
-        added = gl.expand_dims(x_j, 2) * gl.expand_dims(gl.expand_dims(B_j, 0), 1)
-        S = gl.fma(S, gl.expand_dims(gl.expand_dims(a_j, 1), 2), added)
+        x = staged_x.index(j).load(gl.SliceLayout(2, L))
+        B = staged_B.index(j).load(gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        a = staged_a.index(block * ROWS + j).load(gl.SliceLayout(1, gl.SliceLayout(2, L)))
+        added = gl.expand_dims(x, 2) * gl.expand_dims(gl.expand_dims(B, 0), 1)
+        S = gl.fma(S, gl.expand_dims(gl.expand_dims(a, 1), 2), added)
     return S
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.gluon_flushers import nth_flush, survey
+from replayssm.ops.gluon_flushers import is_taken, nth_flush, survey
 from replayssm.ops.gluon_window_parts import settle_row
 
 
@@ -46,3 +46,19 @@ def share_of_window(
     elif SETTLE > 0:
         row = settle_row(row, slot_indices, lengths, cursors, num_rows, num_slots, pad_slot_id, buffer_len, SETTLE)
     return row, part, begin, end, only
+
+
+@gluon.jit
+def duties_of(
+    row, committed, limit, length, flushes_only, slot_indices, lengths, cursors, num_rows, num_slots, pad_slot_id,
+    buffer_len, FLUSHERS: gl.constexpr,
+):  # fmt: skip
+    """(whether the row flushes, whether the program has nothing to do)."""
+    flush = (committed > 0) & (committed + length > gl.minimum(limit, buffer_len))
+    idle = (length == 0) & (not flush)
+    if FLUSHERS > 0:
+        if flush & (not flushes_only):
+            idle = is_taken(
+                row, slot_indices, lengths, cursors, num_rows, num_slots, pad_slot_id, buffer_len, FLUSHERS, True
+            )
+    return flush, idle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from replayssm.ops.gluon_window_parts import copy_to_shared, wrap
 
@@ -28,18 +29,63 @@ def blocks_of(tiles, per_block):
     return 1 << (most - 1).bit_length()
 
 
+@gluon.constexpr_function
+def pieces_of(first, end):
+    """In how many pieces rows from `first` on are copied, each as long as what lies before it."""
+    return (end // first).bit_length() - 1
+
+
 @gluon.jit
 def fetch_rows(rows, state_ptr, state_head, N: gl.constexpr, BV: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr):
     """Start copying the rows FIRST to END of a tile [heads * BV, N] of the checkpoint to shared memory."""
+    if FIRST == 0:
+        fetch_piece(rows, state_ptr, state_head, N, BV, 0, END)
+    else:
+        for i in gl.static_range(pieces_of(FIRST, END)):
+            fetch_piece(rows, state_ptr, state_head, N, BV, FIRST << i, FIRST << i)
+
+
+@gluon.jit
+def fetch_piece(
+    rows, state_ptr, state_head, N: gl.constexpr, BV: gl.constexpr, FIRST: gl.constexpr, SIZE: gl.constexpr
+):
+    """Start copying SIZE rows of a tile."""
     BITS: gl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth
     LANES: gl.constexpr = min(32, N * BITS // 128)
     L: gl.constexpr = gl.BlockedLayout([1, 128 // BITS], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    PIECE: gl.constexpr = END if FIRST == 0 else FIRST
-    for first in gl.static_range(FIRST, END, PIECE):
-        row = first + gl.arange(0, PIECE, layout=gl.SliceLayout(1, L))
-        k = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, L)), 0)
-        to = rows if PIECE == rows.shape[0] else rows.slice(first, PIECE)
-        copy_to_shared(to, state_ptr + (gl.expand_dims(row // BV * state_head + row % BV * N, 1) + k))
+    row = FIRST + gl.arange(0, SIZE, layout=gl.SliceLayout(1, L))
+    k = gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, L)), 0)
+    to = rows if SIZE == rows.shape[0] else rows.slice(FIRST, SIZE)
+    copy_to_shared(to, state_ptr + (gl.expand_dims(row // BV * state_head + row % BV * N, 1) + k))
+
+
+@gluon.jit
+def fetch_first(
+    tiles, state_ptr, state_head, begin, end,
+    PER_BLOCK: gl.constexpr, HW: gl.constexpr, BV: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Start copying the first tiles from `begin` on, without the EARLY rows of the first that are on their way."""
+    N: gl.constexpr = tiles.shape[2]
+    STAGES: gl.constexpr = tiles.shape[0]
+    for s in gl.static_range(STAGES):
+        _, h, v = tile_at(begin + s, PER_BLOCK, HW, BV)
+        tile_ptr = state_ptr + h * state_head + v * N
+        if s == 0:
+            if EARLY < HW * BV:
+                fetch_rows(tiles.index(0), tile_ptr, state_head, N, BV, EARLY, HW * BV)
+        elif begin + s < end:
+            fetch_rows(tiles.index(s), tile_ptr, state_head, N, BV, 0, HW * BV)
+        async_copy.commit_group()
+
+
+@gluon.jit
+def take_tile(tile, rows, next_ptr, state_head, more, REFILLED: gl.constexpr, L: gl.constexpr):
+    """A tile [heads, V, K] from shared memory, to whose place (`rows`) the next is copied if there is `more`."""
+    S = tile.load(L)
+    if REFILLED:
+        if more:
+            fetch_rows(rows, next_ptr, state_head, tile.shape[2], tile.shape[1], 0, rows.shape[0])
+    return S
 
 
 @gluon.jit
@@ -113,7 +159,6 @@ def zero_outputs(
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     i = gl.arange(0, HW * BV, layout=L)
     zero = gl.zeros([HW * BV], out_ptr.dtype.element_ty, layout=L)
-    for tile in range(begin, end):
-        _, h, v = tile_at(tile, PER_BLOCK, HW, BV)
-        for t in range(length):
-            gl.store(out_ptr + (t * out_token + h * out_head + v) + (i // BV * out_head + i % BV), zero)
+    for n in range((end - begin) * length):
+        _, h, v = tile_at(begin + n // length, PER_BLOCK, HW, BV)
+        gl.store(out_ptr + (n % length * out_token + h * out_head + v) + (i // BV * out_head + i % BV), zero)

@@ -11,26 +11,70 @@ from replayssm.ops.mamba2.gluon_parts import softplus
 
 
 @gluon.jit
-def row_dt(
-    dt_ptrs, ring_dt_ptrs, bias, age, length, count, start, dt_token, mask_h, R: gl.constexpr, SOFTPLUS: gl.constexpr
-):
-    """dt of rows by age for every head, [heads, rows]: the window's, processed here, then the ring's; 0 elsewhere."""
-    new = mask_h & gl.expand_dims((age >= 0) & (age < length), 0)
-    old = mask_h & gl.expand_dims((age >= length) & (age < count), 0)
-    position = wrap(start + count - 1 - age, R)
-    fresh = (
-        gl.load(dt_ptrs + gl.expand_dims((length - 1 - age) * dt_token, 0), mask=new, other=0.0).to(gl.float32) + bias
+def load_dt(dt_ptrs, ring_dt_ptrs, age, length, count, start, dt_token, mask_h, R: gl.constexpr):
+    """Of rows by age, [heads, rows]: whether they are the window's, its raw dt, and dt of the ring's; 0 elsewhere."""
+    new = mask_h & (age >= 0) & (age < length)
+    old = mask_h & (age >= length) & (age < count)
+    fresh = gl.load(dt_ptrs + (length - 1 - age) * dt_token, mask=new, other=0.0)
+    kept = gl.load(ring_dt_ptrs + wrap(start + count - 1 - age, R), mask=old, other=0.0)
+    return new, fresh, kept
+
+
+@gluon.jit
+def hold(x):
+    """x, on which the compiler must not wait before it comes here: shuffles stay where they are."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.up.b32 $0, $1, 0, 0, 0xffffffff;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def process_dt(new, fresh, kept, bias, SOFTPLUS: gl.constexpr):
+    """dt of what `load_dt` has loaded."""
+    fresh = hold(fresh.to(gl.float32)) + bias
     if SOFTPLUS:
         fresh = softplus(fresh)
-    kept = gl.load(ring_dt_ptrs + gl.expand_dims(position, 0), mask=old, other=0.0)
     return gl.where(new, fresh, kept)
 
 
 @gluon.jit
-def fill_tables(
-    weight_at, scale_at, score_at, dt_at, A_ptr, D_ptr, parents_ptr, length, count, num_tiles, PER_HEAD: gl.constexpr,
+def row_dt(
+    dt_ptrs, ring_dt_ptrs, bias, age, length, count, start, dt_token, mask_h, R: gl.constexpr, SOFTPLUS: gl.constexpr
+):
+    """dt of rows by age for every head, [heads, rows]: the window's, processed here, then the ring's; 0 elsewhere."""
+    age = gl.expand_dims(age, 0)
+    new, fresh, kept = load_dt(dt_ptrs, ring_dt_ptrs, age, length, count, start, dt_token, mask_h, R)
+    return process_dt(new, fresh, kept, bias, SOFTPLUS)
+
+
+@gluon.jit
+def load_terms(
+    A_ptr, D_ptr, parents_ptr, length, num_heads,
     HEADS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr, HAS_D: gl.constexpr,
+):  # fmt: skip
+    """A and D of the heads, and the window's tokens that each token reads, as bits."""
+    L: gl.constexpr = tables_layout(ROWS, gl.num_warps())
+    h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+    t = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, gl.SliceLayout(0, L)))
+    A = gl.load(A_ptr + h, mask=h < num_heads, other=0.0)
+    D = gl.load(D_ptr + h, mask=h < num_heads, other=0.0).to(gl.float32) if HAS_D else A * 0.0
+    return A, D, ancestor_bits(parents_ptr, length, t, TREE, TOKENS)
+
+
+@gluon.jit
+def fill_tables(
+    weight_at, scale_at, score_at, dt_at, A_ptr, D_ptr, parents_ptr, length, count, num_heads,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr, HAS_D: gl.constexpr,
+):  # fmt: skip
+    """As `fill_tables_of`, loading what it needs."""
+    A, D, bits = load_terms(A_ptr, D_ptr, parents_ptr, length, num_heads, HEADS, ROWS, TOKENS, TREE, HAS_D)
+    fill_tables_of(weight_at, scale_at, score_at, dt_at, A, D, bits, length, count, HEADS, ROWS, TOKENS)
+
+
+@gluon.jit
+def fill_tables_of(
+    weight_at, scale_at, score_at, dt_at, A, D, bits, length, count,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
     """From the scores [rows, tokens] and dt (of each row, and of the row after it) [2, heads, rows]:
 
@@ -41,11 +85,6 @@ def fill_tables(
     LT: gl.constexpr = gl.SliceLayout(2, L)
     LR: gl.constexpr = gl.SliceLayout(1, L)
     L2: gl.constexpr = gl.SliceLayout(0, L)
-    h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LT))
-    mask = h * PER_HEAD < num_tiles
-    A = gl.load(A_ptr + h, mask=mask, other=0.0)
-    D = gl.load(D_ptr + h, mask=mask, other=0.0).to(gl.float32) if HAS_D else A * 0.0
-    bits = ancestor_bits(parents_ptr, length, gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L2)), TREE, TOKENS)
     age = gl.arange(0, ROWS, layout=gl.SliceLayout(0, L2))
     seen = gl.expand_dims(sees(bits, age, length, count), 0)
     seen_after = gl.expand_dims(sees(bits, age - 1, length, count), 0)

@@ -8,6 +8,7 @@ import torch
 import triton
 
 from replayssm.config import Mamba2Spec
+from replayssm.cursors import SPREAD_FROM
 from replayssm.ops.device import check_one_token, device_arch, is_aligned
 from replayssm.ops.mamba2 import configs
 from replayssm.ops.mamba2.configs import LaunchConfig, Shape
@@ -42,11 +43,13 @@ def mamba2_step(
     max_window_len: int,
     parents: torch.Tensor | None = None,
     replay: str = "serial",
+    max_committed: int = 0,
     config: LaunchConfig | None = None,
 ) -> None:
     """See `replayssm.ops.mamba2.reference.mamba2_step`; `config` overrides the tables of one-token steps.
 
-    replay: "chunk" lets a flush take its rows together where a kernel can.
+    replay: "chunk" lets a flush take its rows together where a kernel can. max_committed: rows that a flush of a window
+    may find, where that is more than buffer_len.
     """
     if query_start_loc is not None:
         mamba2_window(
@@ -58,6 +61,7 @@ def mamba2_step(
             max_window_len=max_window_len,
             parents=parents,
             replay=replay,
+            max_committed=max_committed,
         )
         return
     check_one_token(None, max_window_len)
@@ -149,7 +153,8 @@ def layer_shape(state: torch.Tensor, n_groups: int) -> Shape:
     """What the choice of a configuration depends on."""
     H, P, N = state.shape[1:]
     tma = is_aligned(state) and state.stride(2) == N
-    return Shape(H, n_groups, P, N, state.element_size(), tma, device_arch(state.device))
+    spread = state.shape[0] >= SPREAD_FROM
+    return Shape(H, n_groups, P, N, state.element_size(), tma, device_arch(state.device), spread)
 
 
 def route(
@@ -160,21 +165,11 @@ def route(
     ring_len: int = 17,
     replay: str = "serial",
 ) -> str:
-    """One line that names the kernel and the configuration of a step of a contiguous cache, of 16-bit inputs."""
+    """One line that names what a step runs, of a contiguous cache of that size and 16-bit inputs."""
     chunk = configs.takes_chunks(replay, state_dtype, torch.bfloat16, ring_len - 1)
-    return configs.route(batch, _contiguous_shape(state_dtype, spec, device), chunk)
-
-
-def stepwise_wins(
-    state_dtype: torch.dtype, batch: int, spec: Mamba2Spec, device: torch.device, ring_len: int = 17
-) -> bool:
-    """Whether a contiguous cache decodes a batch of this size faster stepwise."""
-    return configs.stepwise_wins(batch, _contiguous_shape(state_dtype, spec, device))
-
-
-def _contiguous_shape(state_dtype: torch.dtype, spec: Mamba2Spec, device: torch.device) -> Shape:
     dims = (spec.num_heads, spec.n_groups, spec.head_dim, spec.d_state)
-    return Shape(*dims, state_dtype.itemsize, True, device_arch(device))
+    shape = Shape(*dims, state_dtype.itemsize, True, device_arch(device), batch >= SPREAD_FROM)
+    return configs.route(batch, shape, chunk)
 
 
 def _tiles_of(state: torch.Tensor, block_v: int) -> int:
@@ -218,7 +213,8 @@ def _step_kernel(
     programs = batch * (state.shape[1] // config.heads) * (state.shape[2] // (config.block_v * config.turns))
     options: dict[str, Any] = {"BV": config.block_v, "ROWS": max(triton.next_power_of_2(most_rows), 8)}
     options |= {"APPENDERS": config.appenders, "SETTLE": config.settle, "PDL": config.pdl, "launch_pdl": config.pdl}
-    options |= {"HINT": config.hint, "num_warps": config.num_warps, "maxnreg": config.max_registers}
+    options |= {"HINT": config.hint, "HINT_ROWS": config.hint_rows, "HINT_FIRST": config.hint_first}
+    options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers}
     if config.kernel == "tile":
         options |= {"HEADS": config.heads, "RING_FIRST": config.ring_first}
         return gluon_tile.mamba2_tile_kernel, programs, (), options

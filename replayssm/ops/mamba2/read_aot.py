@@ -13,7 +13,7 @@ from replayssm.ops.mamba2.read_configs import ReadConfig, ReadShape, portable_co
 SHAPES = {"64x128": (128, 8, 64, 128), "80x128": (96, 8, 80, 128), "128x256": (32, 2, 128, 256)}
 FORMATS = {
     "64x128": ("nvfp4/fp32", "nvfp4/fp8", "int8/fp16", "fp8/bf16", "bf16/fp32", "none/fp8"),
-    "80x128": ("nvfp4/fp32", "int8/fp16"),
+    "80x128": ("nvfp4/fp32", "nvfp4/fp8", "int8/fp16"),
     "128x256": ("nvfp4/fp32", "nvfp4/fp16"),
 }
 OTHER_REPLAY = ("nvfp4/fp32", "int8/fp16")  # compiled with the form of a flush that is not the default, too
@@ -67,7 +67,8 @@ def _portable_case(name: str, sizes: dict[str, Any], shape: ReadShape) -> AotCas
 
 def _gluon_case(name: str, sizes: dict[str, Any], state: str, config: ReadConfig, replay: str) -> AotCase:
     launch = {"TILES": config.tiles, "GROUP": config.group, "DEPTH": config.depth, "FLUSH_ROWS": config.flush_rows}
-    constexprs = {**sizes, **launch, "APPENDERS": config.appenders, "REPLAY": replay}
+    launch |= {"EVERY": config.every, "APPENDERS": config.appenders, "AHEAD": config.ahead}
+    constexprs = {**sizes, **launch, "REPLAY": replay}
     options = launch_options(config.num_warps, config.max_registers)
     kernel = gluon_read.mamba2_read_kernel
     name, spill = f"{name}-{replay}-{config}", GLUON_SPILL

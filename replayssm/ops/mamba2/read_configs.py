@@ -11,9 +11,10 @@ class ReadConfig:
     """How the step kernel with a read copy is launched.
 
     kernel: "triton" (portable, a head a program) or "gluon". For Gluon: a flushing program replays one head of each row
-    that flushes among `flush_rows` batch rows; after those, a reading program covers `tiles` tiles of 16 `num_warps`
-    state rows of one batch row and group, `group` of them in flight, or if `depth` is not 0 that many stages of `group`
-    tiles, in shared memory; at the end `appenders` programs a row write the new tokens.
+    that flushes among `flush_rows` batch rows, and is every `every`-th of the grid's first programs (1: all of them); a
+    reading program covers `tiles` tiles of 16 `num_warps` state rows of one batch row and group, `group` of them in
+    flight, or if `depth` is not 0 that many stages of `group` tiles, in shared memory; at the end `appenders` programs
+    a row write the new tokens. ahead: a reading program asks for its ring rows before anything is waited for.
     """
 
     kernel: str
@@ -23,6 +24,8 @@ class ReadConfig:
     depth: int = 0
     flush_rows: int = 1
     appenders: int = 1
+    every: int = 1
+    ahead: bool = True
     max_registers: int | None = None
 
     def __str__(self) -> str:
@@ -75,6 +78,8 @@ STEP = {
     ),
     "": ((16, SMALL), (48, MIDDLE), (1 << 30, LARGE)),
 }
+# In a large batch, readers that move a byte an element leave processors to flushes beside them; nvfp4's do not.
+EVERY = {"int8": 2, "fp8": 2}
 WIDE = ((16, 8, 1, 0), (16, 4, 1, 0), (16, 2, 1, 0), (16, 1, 1, 0), (8, 1, 1, 0), (4, 1, 1, 0))  # d_state 256
 
 
@@ -87,8 +92,12 @@ def read_config(batch: int, shape: ReadShape) -> ReadConfig:
         WIDE[0 if batch > 48 else 2 :] if wide else next(choices for largest, choices in table if batch <= largest)
     )
     flush_rows = 16 if batch > 48 else 4 if batch > 16 else 1
+    every = EVERY.get(shape.read, 1) if batch > 48 and not wide else 1
+    # The rows' lines would find no room in what the shared memory of these flushes leaves of the L1 cache.
+    ahead = shape.checkpoint != "fp8" or shape.head_dim * shape.d_state <= 8192
     for warps, tiles, group, depth in choices:
-        config = ReadConfig("gluon", warps, tiles, group, depth, flush_rows, 4, None if wide else 128)
+        registers = None if wide else 128
+        config = ReadConfig("gluon", warps, tiles, group, depth, flush_rows, 4, every, ahead, registers)
         if fits(config, shape):
             return config
     return portable_config(shape)

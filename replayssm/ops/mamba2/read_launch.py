@@ -10,7 +10,6 @@ import triton
 
 from replayssm.checks import fail
 from replayssm.config import Mamba2Spec
-from replayssm.ops import window_config as windows
 from replayssm.ops.device import device_arch, is_aligned
 from replayssm.ops.mamba2.read_configs import ReadConfig, ReadShape, read_config
 from replayssm.ops.mamba2.read_window_launch import ReadWindowConfig, fits, launch_window
@@ -65,7 +64,8 @@ def mamba2_read_step(
     shape = layer_shape(state, B.shape[1], x.dtype, read_codes, seeds is not None)
     if query_start_loc is not None:
         rows_read = window_rows(buffer_len, max_window_len)
-        if config is None and windows.GLUON_READ_WINDOWS and fits(shape, rows_read, max_window_len):
+        # A lowered buffer_len changes nothing: a flush of the Gluon kernel takes any number of rows.
+        if config is None and fits(shape, rows_read, max_window_len):
             return launch_window(
                 (x, dt, A, B, C, D, z, dt_bias), as_bytes(state), (ring_x, ring_B, ring_dt),
                 (cursors, slot_indices, query_start_loc, parents), out, stored, shape, window_config,
@@ -177,7 +177,8 @@ def _gluon(config: ReadConfig, batch: int, shape: ReadShape) -> Launch:
     flushers = triton.cdiv(batch, config.flush_rows) * shape.num_heads
     readers = batch * shape.num_heads * shape.head_dim // (16 * config.num_warps * config.tiles)
     options = {**_dims(shape), "TILES": config.tiles, "GROUP": config.group, "DEPTH": config.depth}
-    options |= {"FLUSH_ROWS": config.flush_rows, "APPENDERS": config.appenders}
+    options |= {"FLUSH_ROWS": config.flush_rows, "EVERY": config.every, "APPENDERS": config.appenders}
+    options["AHEAD"] = config.ahead
     options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers}
     options["launch_pdl"] = True
     grid = flushers + readers + batch * config.appenders

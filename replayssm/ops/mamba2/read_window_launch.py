@@ -10,7 +10,6 @@ import torch
 import triton
 
 from replayssm.config import Mamba2Spec
-from replayssm.ops import window_config as windows
 from replayssm.ops.device import GLUON_ARCHS, device_arch
 from replayssm.ops.mamba2.read_configs import ReadShape, portable_config
 from replayssm.ops.window_config import divisor, window_rows
@@ -20,17 +19,22 @@ from replayssm.ops.window_config import divisor, window_rows
 class ReadWindowConfig:
     """How a window step with a read copy is launched.
 
-    heads: heads of one group a reading program; tile: state rows of a tile (16 a warp or more); crew: programs that
-    flush, every `every`-th of the grid's first, `flush_heads` heads after one another.
+    The flushing launch has `crew` programs of `flush_warps`, each with `flush_heads` heads of one row at a time. A
+    program of the reading one has `heads` heads of one group, in tiles of `tile` state rows (16 a warp or more); of a
+    row that flushes, `turns` times as many. Or one launch does both (`joint`): its first `crew` programs take a head at
+    a time.
     """
 
     num_warps: int
     heads: int
     tile: int
+    max_registers: int | None
     crew: int
-    every: int
-    max_registers: int | None = None
-    flush_heads: int = 2
+    flush_registers: int | None
+    flush_heads: int = 1
+    flush_warps: int = 4
+    turns: int = 1
+    joint: bool = False
 
     def __str__(self) -> str:
         tiles = f"{self.heads} heads a program, tiles of {self.tile} rows"
@@ -38,9 +42,15 @@ class ReadWindowConfig:
 
 
 # Up to how many heads in the batch, and the configurations to try for them; the first whose tiles fit is used.
-_SMALL = ReadWindowConfig(4, 2, 64, 396, 1, 168, 1)
-_UNEVEN = ReadWindowConfig(4, 4, 64, 396, 2, 168)
-STEP = ((1024, (_SMALL,)), (1 << 40, (ReadWindowConfig(4, 8, 128, 396, 2, 168), _UNEVEN)))
+_LARGE = (
+    ReadWindowConfig(4, 8, 128, 128, 2112, 128, turns=2),
+    ReadWindowConfig(4, 4, 64, 112, 1056, 128, turns=2),
+)
+STEP = (
+    (1024, (ReadWindowConfig(4, 2, 64, 168, 396, 168, joint=True),)),
+    (16384, (ReadWindowConfig(4, 4, 128, 128, 528, 128), ReadWindowConfig(4, 4, 64, 112, 528, 128))),
+    (1 << 40, _LARGE),
+)
 
 
 @cache
@@ -50,12 +60,17 @@ def read_window_config(batch: int, shape: ReadShape, max_window_len: int) -> Rea
     config = next((config for config in choices if config.tile % shape.head_dim == 0), choices[-1])
     group = shape.num_heads // shape.n_groups
     # Codes of more bits take more registers.
-    heads = config.heads if shape.read == "nvfp4" else 1 if shape.read == "bf16" else 2
-    config = replace(config, heads=divisor(heads, group), flush_heads=divisor(config.flush_heads, group))
+    heads = divisor(config.heads if shape.read == "nvfp4" else 1 if shape.read == "bf16" else 2, group)
+    config = replace(config, heads=heads, flush_heads=divisor(config.flush_heads, group))
     if shape.read != "nvfp4":
-        config = replace(config, tile=64)
-    # The cap was measured on sm90 with four tokens; elsewhere nothing may spill.
-    return config if shape.arch == "sm90" and max_window_len <= 4 else replace(config, max_registers=None)
+        config = replace(config, tile=64, max_registers=168)
+    if shape.checkpoint == "fp8":
+        config = replace(config, flush_registers=168)
+    config = replace(config, joint=config.joint and shape.checkpoint != "fp8" and shape.d_state == 128)
+    # The caps were measured on sm90 with four tokens; elsewhere nothing may spill.
+    if shape.arch == "sm90" and max_window_len <= 4:
+        return config
+    return replace(config, max_registers=None, flush_registers=None)
 
 
 def fits(shape: ReadShape, rows: int, max_window_len: int) -> bool:
@@ -85,52 +100,53 @@ def launch_window(
     inputs: x, dt, A, B, C, D, z, dt_bias; rings: of x, B, dt; rows: cursors, slot_indices, query_start_loc, parents;
     stored: the checkpoint's scales, the copy's codes, scales and heads' scales, fp8 as bytes.
     """
-    from replayssm.ops.mamba2.gluon_read_window import mamba2_read_window_kernel
-
     x, dt, A, B, C, D, z, dt_bias = inputs
     assert x is not None and dt is not None and A is not None and B is not None and C is not None
     cursors, slot_indices, query_start_loc, parents = rows
-    batch, ring_len = slot_indices.shape[0], rings[1].shape[2]
+    batch = slot_indices.shape[0]
     config = config or read_window_config(batch, shape, max_window_len)
-    grid, crew, sizes, options = gluon_launch(config, batch, shape)
-    mamba2_read_window_kernel[(grid,)](
-        *(x, dt, A, B, C, A if D is None else D, x if z is None else z, A if dt_bias is None else dt_bias),
-        *(state, *rings, cursors, slot_indices, query_start_loc, query_start_loc if parents is None else parents),
-        *(out, *stored, state.shape[0], buffer_len, pad_slot_id, batch, *crew),
-        *(stride for t in (x, dt, B, C) for stride in t.stride()[:2]),
-        *((0, 0) if z is None else z.stride()[:2]),
-        *out.stride()[:2],
-        *(stride for t in (state, *rings) for stride in t.stride()[:2]),
-        *(t.stride(0) for t in stored),
-        R=ring_len,
-        ROWS=window_rows(buffer_len, max_window_len),
-        WINDOW=max(4, triton.next_power_of_2(max_window_len)),
-        TREE=parents is not None,
-        HAS_D=D is not None,
-        HAS_Z=z is not None,
-        HAS_BIAS=dt_bias is not None,
-        SOFTPLUS=dt_softplus,
-        REPLAY=replay,
-        **sizes,
-        **options,
-        launch_pdl=True,
-    )
+    more: dict[str, Any] = {"TREE": parents is not None, "HAS_D": D is not None, "HAS_Z": z is not None}
+    more |= {"HAS_BIAS": dt_bias is not None, "SOFTPLUS": dt_softplus, "REPLAY": replay, "R": rings[1].shape[2]}
+    more |= {"WINDOW": max(4, triton.next_power_of_2(max_window_len)), "ROWS": window_rows(buffer_len, max_window_len)}
+    for kernel, grid, options in gluon_launches(config, batch, shape):
+        kernel[(grid,)](
+            *(x, dt, A, B, C, A if D is None else D, x if z is None else z, A if dt_bias is None else dt_bias),
+            *(state, *rings, cursors, slot_indices, query_start_loc, query_start_loc if parents is None else parents),
+            *(out, *stored, state.shape[0], buffer_len, pad_slot_id, batch),
+            *(stride for t in (x, dt, B, C) for stride in t.stride()[:2]),
+            *((0, 0) if z is None else z.stride()[:2]),
+            *out.stride()[:2],
+            *(stride for t in (state, *rings) for stride in t.stride()[:2]),
+            *(t.stride(0) for t in stored),
+            **{name: value for name, value in more.items() if name in kernel.arg_names},
+            **options,
+            launch_pdl=True,
+        )
 
 
-Launch = tuple[int, tuple[int, ...], dict[str, Any], dict[str, Any]]  # programs, (crew, every), constants, options
+Launch = tuple[Any, int, dict[str, Any]]  # kernel, programs, constants and options
 
 
-def gluon_launch(config: ReadWindowConfig, batch: int, shape: ReadShape) -> Launch:
-    """What follows from the layer and the configuration."""
+def gluon_launches(config: ReadWindowConfig, batch: int, shape: ReadShape) -> tuple[Launch, ...]:
+    """The flushing launch, then the reading one that runs beside it; or the one that does both."""
+    from replayssm.ops.mamba2 import gluon_read_window as kernels
+
     H = shape.num_heads
-    flush_heads = min(config.flush_heads, H // shape.n_groups)
-    crew = min(config.crew, batch * H // flush_heads)
-    grid = batch * H // config.heads + crew
-    sizes: dict[str, Any] = {"H": H, "G": shape.n_groups, "P": shape.head_dim, "N": shape.d_state}
-    sizes |= {"HEADS": config.heads, "TILE": config.tile, "FLUSH_HEADS": flush_heads}
-    sizes |= {"BLOCK_B": max(256, triton.next_power_of_2(batch)), "READ": shape.read, "CHECKPOINT": shape.checkpoint}
-    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
-    return grid, (crew, max(1, min(config.every, grid // crew))), sizes, options
+    parts, turns = H // config.heads, divisor(config.turns, H // config.heads)
+    sizes: dict[str, Any] = {"H": H, "G": shape.n_groups, "P": shape.head_dim, "N": shape.d_state, "READ": shape.read}
+    read: dict[str, Any] = sizes | {"HEADS": config.heads, "TILE": config.tile}
+    read |= {"num_warps": config.num_warps, "maxnreg": config.max_registers}
+    rows = {"BLOCK_B": max(256, triton.next_power_of_2(batch))}
+    if config.joint:
+        crew = min(config.crew, batch * H)
+        return ((kernels.mamba2_read_window_joint_kernel, crew + batch * parts, read | rows),)
+    flush = sizes | rows | {"FLUSH_HEADS": config.flush_heads, "CHECKPOINT": shape.checkpoint}
+    flush |= {"num_warps": config.flush_warps, "maxnreg": config.flush_registers}
+    crew = min(config.crew, batch * H // config.flush_heads)
+    return (
+        (kernels.mamba2_read_window_flush_kernel, crew, flush),
+        (kernels.mamba2_read_window_kernel, batch * (parts + parts // turns), read | {"TURNS": turns}),
+    )
 
 
 def window_route(
@@ -146,7 +162,6 @@ def window_route(
     """One line that names the kernel and the configuration of a window step of a contiguous cache."""
     dims = (spec.num_heads, spec.n_groups, spec.head_dim, spec.d_state)
     shape = ReadShape(*dims, read, checkpoint, device_arch(device))
-    allowed = windows.GLUON_READ_WINDOWS and fits(shape, window_rows(buffer_len, max_window_len), max_window_len)
-    if not allowed:
+    if not fits(shape, window_rows(buffer_len, max_window_len), max_window_len):
         return str(portable_config(shape))
     return str(read_window_config(batch, shape, max_window_len))

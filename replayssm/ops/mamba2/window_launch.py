@@ -33,6 +33,7 @@ class WindowShape:
 # From this many tiles in the batch on: about so many tiles a program (chunk: of flushes on the tensor cores).
 TILES = ((4096, 4), (1024, 2), (0, 1))
 TILES_CHUNK = ((16384, 8), (4096, 4), (1024, 2), (0, 1))
+MULTIPROCESSORS = 132  # of the GPU that the table was measured on
 # Batches up to this many rows have programs for a quarter of them that only flush, those above settle.
 MOST_ROWS_WITH_FLUSHERS = 16
 
@@ -51,27 +52,41 @@ def window_config(batch: int, shape: WindowShape, chunk: bool = False) -> Window
     tiles = shape.num_heads // shape.n_groups // heads * (shape.head_dim // block_v)
     total = batch * shape.n_groups * tiles * heads * block_v // 64
     target = next(n for least, n in (TILES_CHUNK if chunk else TILES) if total >= least)
+    small = 2 < batch <= MOST_ROWS_WITH_FLUSHERS
     if narrow:
         target = shape.head_dim // block_v
+    elif small and chunk and heads > 1:
+        target = 3
     num_tiles = min((n for n in range(1, tiles + 1) if tiles % n == 0), key=lambda n: (abs(n - target), -n))
-    registers = None
-    if shape.arch == "sm90" and shape.d_state <= 128 and shape.rows <= 16:  # where the caps were measured
-        roomy = shape.window_len > 8 or (narrow and batch > 16) or (heads > 1 and shape.state_bytes == 2 and not chunk)
-        registers = 168 if roomy else 128
+    roomy = shape.window_len > 8 or narrow or (heads > 1 and shape.state_bytes == 2 and not chunk)
     # Of the first tile of large batches, 16 rows where it is of several heads, else all.
     early = 16 if batch < 128 or heads > 1 else None
     tile = WindowConfig(
-        "gluon", block_v, heads * block_v // 16, num_tiles, max_registers=registers, dependent=True, early=early,
-        heads=heads, chunked=chunk,
+        "gluon", block_v, heads * block_v // 16, num_tiles, max_registers=_registers(shape, roomy), dependent=True,
+        early=early, heads=heads, chunked=chunk,
     )  # fmt: skip
     # Programs that append have at most 8 heads each.
     appenders = next(n for n in range(1, shape.num_heads + 1) if shape.num_heads % n == 0 and shape.num_heads // n <= 8)
     if batch <= 2:
         return replace(tile, num_tiles=1, hint=1, appenders=appenders)
-    if batch <= MOST_ROWS_WITH_FLUSHERS:
-        return replace(tile, flushers=0 if chunk or num_tiles == 1 else -(-batch // 4))
+    if small:
+        alone = num_tiles > 1 and (heads > 1 or not chunk)
+        return replace(tile, flushers=-(-batch // 4) if alone else 0)
     stages = min(2, num_tiles) if chunk else 1
-    return replace(tile, stages=stages, settle=8 if batch >= 128 else 2, appenders=appenders if narrow else 0)
+    settle = _settle(batch * shape.n_groups * tiles // num_tiles, tile.num_warps)
+    return replace(tile, stages=stages, settle=settle, appenders=appenders if narrow else 0)
+
+
+def _registers(shape: WindowShape, roomy: bool) -> int | None:
+    """The cap on registers, where it was measured."""
+    measured = shape.arch == "sm90" and shape.d_state <= 128 and shape.rows <= 16
+    return (168 if roomy else 128) if measured else None
+
+
+def _settle(programs: int, num_warps: int) -> int:
+    """Parts of a batch of which the last should not flush: about the waves of programs, as reads hide other flushes."""
+    waves = programs / (MULTIPROCESSORS * min(16 // num_warps, 6))
+    return next(n for n in (16, 8, 4, 2) if waves >= 0.75 * n or n == 2)
 
 
 def _divisor(number: int, most: int) -> int:
@@ -131,11 +146,13 @@ def mamba2_window(
     max_window_len: int,
     parents: torch.Tensor | None = None,
     replay: str = "serial",
+    max_committed: int = 0,
     config: WindowConfig | None = None,
 ) -> None:
     """As `replayssm.ops.mamba2.reference.mamba2_step`; `config` overrides `window_config`.
 
-    replay: "chunk" lets a flush take its rows together where a kernel can.
+    replay: "chunk" lets a flush take its rows together where a kernel can. max_committed: rows that a flush may find,
+    where that is more than buffer_len.
     """
     if query_start_loc is None:
         raise fail("query_start_loc", None, "[batch + 1] int32 with windows")
@@ -143,10 +160,9 @@ def mamba2_window(
     if batch == 0:
         return
     rows = window_rows(buffer_len, max_window_len)
-    # A limit that was lowered for this step may be passed: a ring has room for its longest window beside the rows.
-    flushed = window_rows(ring_B.shape[2] - max_window_len, max_window_len)
+    flushed = window_rows(max(buffer_len, max_committed), max_window_len)
     chunk = takes_chunks(replay, state.dtype, x.dtype, flushed)
-    shape = _shape(state, ring_B.shape[1], x.dtype, max(rows, flushed), max_window_len)
+    shape = _shape(state, ring_B.shape[1], x.dtype, flushed, max_window_len)
     config = config or window_config(batch, shape, chunk)
     fast = config.backend == "gluon"
     if fast:

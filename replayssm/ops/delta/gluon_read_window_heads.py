@@ -1,0 +1,257 @@
+"""Flushes in chunk form with a copy in blocks, in small loops, whose code stays in the nearest instruction caches.
+
+A piece of the checkpoint is read three times, from memory and then from the caches.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from replayssm.ops.delta.gluon_chunk_gdn import chunk_tables, load_keys, solve_operands, stage_keys
+from replayssm.ops.delta.gluon_chunk_kda import kda_chunk_tables
+from replayssm.ops.delta.gluon_common import barrier, row_of
+from replayssm.ops.delta.gluon_read_codes import as_shape
+from replayssm.ops.delta.gluon_read_head import largest_of, prefetch
+from replayssm.ops.delta.gluon_read_lean import encode_int8
+from replayssm.ops.delta.gluon_read_tile import load_rows_v
+from replayssm.ops.gluon_chunk import (
+    PIECE,
+    chunk_layout,
+    from_pieces,
+    in_chunk_order,
+    left_parts,
+    num_parts,
+    parts_of,
+    products,
+    rows_shared,
+    to_pieces,
+)
+from replayssm.ops.gluon_encode import larger
+from replayssm.ops.gluon_flushers import opaque
+from replayssm.ops.gluon_formats import encode_nvfp4_numbers, global_scale, scales_a_row
+from replayssm.ops.gluon_read_window_codes import codes_a_row
+from replayssm.ops.gluon_window_parts import mma_layout
+
+
+@gluon.constexpr_function
+def pieces_shared(rank):
+    """Shared memory of pieces [.., rows, 32] of 16 bits: operands of both products without bank conflicts."""
+    return gl.SwizzledSharedLayout(8, 2, 4, order=list(range(rank))[::-1])
+
+
+@gluon.jit
+def stage_pieces(pieces_at, x):
+    """Put the parts of x [rows, K] into shared memory [parts * K / 32, rows, 32], in chunk order."""
+    parts = parts_of(x)
+    COUNT: gl.constexpr = x.shape[1] // PIECE
+    SHAPE: gl.constexpr = [pieces_at.shape[0], pieces_at.shape[1], pieces_at.shape[2]]
+    whole_at = as_shape(pieces_at, gl.bfloat16, SHAPE, pieces_shared(3))
+    for p in gl.static_range(len(parts)):
+        turned = gl.permute(gl.reshape(in_chunk_order(parts[p], PIECE), [x.shape[0], COUNT, PIECE]), (1, 0, 2))
+        whole_at.slice(p * COUNT, COUNT).store(turned)
+
+
+@gluon.jit
+def stage_again(pieces_at, rows_at):
+    """As `stage_pieces`, of parts that lie in shared memory [parts, rows, K] in chunk order already."""
+    PARTS: gl.constexpr = rows_at.shape[0]
+    ROWS: gl.constexpr = rows_at.shape[1]
+    COUNT: gl.constexpr = rows_at.shape[2] // PIECE
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    SHAPE: gl.constexpr = [pieces_at.shape[0], pieces_at.shape[1], pieces_at.shape[2]]
+    whole_at = as_shape(pieces_at, gl.bfloat16, SHAPE, pieces_shared(3))
+    for p in gl.static_range(PARTS):
+        turned = gl.permute(gl.reshape(rows_at.index(p).load(L), [ROWS, COUNT, PIECE]), (1, 0, 2))
+        whole_at.slice(p * COUNT, COUNT).store(turned)
+
+
+@gluon.jit
+def piece_operands(pieces_at, c, PARTS: gl.constexpr, COUNT: gl.constexpr, TURNED: gl.constexpr, MMA: gl.constexpr):
+    """The parts of staged piece c as right operands: [rows, 32], or (TURNED) [32, rows]."""
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    parts = ()
+    for p in gl.static_range(PARTS):
+        part_at = pieces_at.index(p * COUNT + c)
+        if TURNED:
+            parts = parts + (part_at.permute((1, 0)).load(RIGHT),)
+        else:
+            parts = parts + (part_at.load(RIGHT),)
+    return parts
+
+
+@gluon.jit
+def piece_at(state, first, c, K: gl.constexpr, BLOCK_V: gl.constexpr):
+    """Pointers to columns 32 c on of the rows from `first` on."""
+    L: gl.constexpr = chunk_layout(BLOCK_V, PIECE, gl.num_warps())
+    rows = gl.expand_dims(gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, L)) * K, 1)
+    columns = gl.expand_dims(gl.arange(0, PIECE, layout=gl.SliceLayout(0, L)), 0)
+    return state + (first * K + c * PIECE) + (rows + columns)
+
+
+@gluon.jit
+def replay_head(
+    state, codes, scales, ring_v, start, count, ring_len, seen_at, left_at, through, last, last_at, solve,
+    K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, ROWS: gl.constexpr, READ: gl.constexpr,
+    KDA: gl.constexpr,
+):  # fmt: skip
+    """Fold the staged rows into a head in memory and write its copy, but for nvfp4.
+
+    seen_at, left_at: staged pieces that S and u are multiplied by; through (GDN): what multiplies the first products;
+    last (KDA: last_at [K]): what S fades by. Returns the largest magnitudes of the rows' parts [BLOCK_V, 32].
+    """
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    L: gl.constexpr = chunk_layout(BLOCK_V, PIECE, gl.num_warps())
+    COUNT: gl.constexpr = K // PIECE
+    PARTS: gl.constexpr = 3 if KDA else num_parts(ring_v.dtype.element_ty)
+    zero = gl.zeros([BLOCK_V, ROWS], gl.float32, layout=MMA)
+    largest = gl.zeros([BLOCK_V, PIECE], gl.float32, layout=L)
+    for t in tl.range(V // BLOCK_V, disable_licm=True):
+        first = opaque(t) * BLOCK_V
+        v = load_rows_v(ring_v, first, start, count, ring_len, V, BLOCK_V, ROWS).to(gl.float32)
+        W = zero
+        S = gl.load(piece_at(state, first, 0, K, BLOCK_V))
+        for c in tl.range(COUNT, disable_licm=True):
+            following = gl.load(piece_at(state, first, gl.minimum(c + 1, COUNT - 1), K, BLOCK_V))
+            left = left_parts(to_pieces(S, MMA)[0], MMA)
+            W += products(left, piece_operands(seen_at, c, PARTS, COUNT, True, MMA), zero)
+            S = following
+        if not KDA:
+            W *= gl.expand_dims(through, 0)
+        u = left_parts(products(left_parts(v - W, MMA), solve, zero), MMA)
+        S = gl.load(piece_at(state, first, 0, K, BLOCK_V))
+        for c in tl.range(COUNT, disable_licm=True):
+            following = gl.load(piece_at(state, first, gl.minimum(c + 1, COUNT - 1), K, BLOCK_V))
+            x = to_pieces(S, MMA)[0].to(gl.float32)
+            added = products(u, piece_operands(left_at, c, PARTS, COUNT, False, MMA), gl.zeros_like(x))
+            fade = last
+            if KDA:
+                fade = gl.expand_dims(row_of(last_at, c, COUNT, PIECE).load(gl.SliceLayout(0, MMA)), 0)
+            fade, added = gl.broadcast(fade, added)
+            stored = from_pieces((gl.fma(x, fade, added),), L).to(state.dtype.element_ty)
+            gl.store(piece_at(state, first, c, K, BLOCK_V), stored)
+            if READ == "nvfp4":
+                largest = larger(largest, gl.abs(stored.to(gl.float32)))
+            elif READ == "int8":
+                encoded, block_scales, _ = encode_int8(stored.to(gl.float32))
+                gl.store(piece_at(codes, first, c, K, BLOCK_V), encoded)
+                rows = first + gl.arange(0, BLOCK_V, layout=block_scales.type.layout)
+                gl.store(scales + rows * COUNT + c, block_scales)
+            else:
+                gl.store(piece_at(codes, first, c, K, BLOCK_V), stored.to(gl.bfloat16))
+            S = following
+    return largest
+
+
+@gluon.jit
+def encode_head(state, codes, scales, power, inverse_power, K: gl.constexpr, V: gl.constexpr, EXACT: gl.constexpr):
+    """Write a head's nvfp4 copy; returns whether `EXACT` might have chosen otherwise anywhere."""
+    WARPS: gl.constexpr = gl.num_warps()
+    # A thread has a block of 16.
+    L: gl.constexpr = gl.BlockedLayout([1, 16], [256 // K * 4, K // 32], [WARPS, 1], [1, 0])
+    HEIGHT: gl.constexpr = 4 * (256 // K) * WARPS
+    WIDTH: gl.constexpr = K // 2
+    COUNT: gl.constexpr = V // HEIGHT * 2
+    rows = gl.expand_dims(gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, L)) * K, 1)
+    at = state + (rows + gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L)), 0))
+    doubts = gl.zeros([HEIGHT], gl.int32, layout=gl.SliceLayout(1, L))
+    for i in tl.range(COUNT, disable_licm=True):
+        x = gl.load(at + (i // 2 * (HEIGHT * K) + i % 2 * WIDTH))
+        encoded, block_scales, _, _, doubtful = encode_nvfp4_numbers(
+            x.to(gl.float32), power, inverse_power, EXACT, True
+        )
+        store_columns(codes + (i // 2 * (HEIGHT * K // 2) + i % 2 * (WIDTH // 2)), encoded, K // 2)
+        store_columns(scales + (i // 2 * (HEIGHT * K // 16) + i % 2 * (WIDTH // 16)), block_scales, K // 16)
+        if not EXACT:
+            doubts = doubts | gl.convert_layout(gl.max(doubtful.to(gl.int32), 1), doubts.type.layout)
+    return gl.max(doubts, 0)
+
+
+@gluon.jit
+def store_columns(to, x, PITCH: gl.constexpr):
+    """Store x as columns of rows of PITCH elements."""
+    rows = gl.expand_dims(gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout)) * PITCH, 1)
+    gl.store(to + (rows + gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout)), 0)), x)
+
+
+@gluon.jit
+def flush_in_loops(
+    token, part, begin, end, state, ring_k, ring_v, ring_g, ring_beta, cursors, slot_indices, codes, scales, global_at,
+    ring_len, chunks_state_slot, chunks_state_head, stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head,
+    stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head, chunks_codes_slot, stride_scales_slot,
+    stride_global_slot,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr,
+    ROWS: gl.constexpr, NORM: gl.constexpr, READ: gl.constexpr, KDA: gl.constexpr,
+):  # fmt: skip
+    """Flush v-heads `begin` to `end` of HEADS that share a k-head of a row: the checkpoint and its copy."""
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    ACT: gl.constexpr = ring_k.dtype.element_ty
+    STATE_CHUNK: gl.constexpr = 128 // state.dtype.element_ty.primitive_bitwidth
+    CODE_CHUNK: gl.constexpr = 128 // codes.dtype.element_ty.primitive_bitwidth
+    STATE_BYTES: gl.constexpr = V * K * state.dtype.element_ty.primitive_bitwidth // 8
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    slot = gl.load(slot_indices + token)
+    start = gl.load(cursors + slot.to(gl.int64) * 4)
+    count = gl.load(cursors + slot.to(gl.int64) * 4 + 1)
+    at_k = ring_k + slot.to(gl.int64) * stride_rk_slot + part * HEADS // GROUP * stride_rk_head
+    first_head = slot.to(gl.int64) * chunks_state_slot + (part * HEADS + begin).to(gl.int64) * chunks_state_head
+    prefetch(state + first_head * STATE_CHUNK, STATE_BYTES)
+    # What the last item's tables were read for is over.
+    barrier()
+    gates_of = ring_g + slot.to(gl.int64) * stride_rg_slot + part * HEADS * stride_rg_head
+    beta_of = ring_beta + slot.to(gl.int64) * stride_rb_slot + part * HEADS * stride_rb_head
+    COUNT: gl.constexpr = K // PIECE
+    if KDA:
+        rows_at, faded_at, solve_at, last_at = kda_chunk_tables(
+            at_k, gates_of, beta_of, start, count, ring_len, K, ROWS, NORM, PIECE
+        )
+        through_at = last_at
+        # Room for three parts in a power of two.
+        seen_at = gl.allocate_shared_memory(gl.bfloat16, [4 * COUNT, ROWS, PIECE], pieces_shared(2))
+        left_at = gl.allocate_shared_memory(gl.bfloat16, [4 * COUNT, ROWS, PIECE], pieces_shared(2))
+        stage_again(seen_at, rows_at)
+        stage_again(left_at, faded_at)
+    else:
+        rows_at = gl.allocate_shared_memory(gl.bfloat16, [num_parts(ACT), ROWS, K], rows_shared())
+        seen_at = gl.allocate_shared_memory(gl.bfloat16, [num_parts(ACT) * COUNT, ROWS, PIECE], pieces_shared(2))
+        left_at = seen_at
+        norm_at = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+        through_at = gl.allocate_shared_memory(gl.float32, [HEADS * ROWS], FLAT)
+        last_at = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
+        solve_at = gl.allocate_shared_memory(gl.bfloat16, [3, HEADS * ROWS, ROWS], PLAIN)
+        keys = load_keys(at_k, start, count, ring_len, K, ROWS)
+        stage_keys(rows_at, norm_at, keys, PIECE, NORM)
+        stage_pieces(seen_at, keys)
+        chunk_tables(
+            solve_at, through_at, last_at, rows_at, norm_at, gates_of, beta_of, start, count, ring_len,
+            stride_rg_head, stride_rb_head, HEADS, ROWS, K,
+        )  # fmt: skip
+    for h in tl.range(begin, end, disable_licm=True):
+        head = (opaque(part * HEADS) + h).to(gl.int64)
+        s = opaque(slot).to(gl.int64)
+        at_state = state + (s * chunks_state_slot + head * chunks_state_head) * STATE_CHUNK
+        if h + 1 < end:
+            prefetch(at_state + chunks_state_head * STATE_CHUNK, STATE_BYTES)
+        at_codes = codes + s * chunks_codes_slot * CODE_CHUNK + head * (V * codes_a_row(READ, K))
+        at_scales = scales + s * stride_scales_slot + head * (V * scales_a_row(READ, K))
+        through = 1.0
+        last = gl.zeros([1, 1], gl.float32, layout=MMA)
+        if not KDA:
+            through = row_of(through_at, h, HEADS, ROWS).load(gl.SliceLayout(0, MMA))
+            last = gl.expand_dims(row_of(last_at, h, HEADS, 1).load(gl.SliceLayout(1, MMA)), 1)
+        largest = replay_head(
+            at_state, at_codes, at_scales, ring_v + s * stride_rv_slot + head * stride_rv_head, start, count, ring_len,
+            seen_at, left_at, through, last, last_at, solve_operands(solve_at, h, HEADS, ROWS), K, V, BLOCK_V, ROWS,
+            READ, KDA,
+        )  # fmt: skip
+        if READ == "nvfp4":
+            bits = largest_of(at_state, at_state, gl.reduce(largest, 1, larger), K, V, BLOCK_V, 64)
+            power, inverse_power = global_scale(bits)
+            gl.store(global_at + s * stride_global_slot + head, power)
+            # Other threads wrote what a thread encodes.
+            barrier()
+            # One head in a hundred: again, with sums that round exactly as the format says.
+            if encode_head(at_state, at_codes, at_scales, power, inverse_power, K, V, False) > 0:
+                encode_head(at_state, at_codes, at_scales, power, inverse_power, K, V, True)
