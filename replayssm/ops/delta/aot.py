@@ -67,8 +67,7 @@ def _portable_cases(label: str, sizes: dict[str, Any], state: str) -> Iterator[A
 
 
 def _gluon_cases(label: str, sizes: dict[str, Any], state: str, shape: Shape) -> Iterator[AotCase]:
-    together = replace(shape, spread=False)
-    steps = list(dict.fromkeys(configs.step_config(batch, s) for batch in BATCHES for s in (together, shape)))
+    steps = list(dict.fromkeys(configs.step_config(batch, shape) for batch in BATCHES))
     for config in steps:
         more = {**sizes, **_gates(False), "BLOCK_L": 16, **configs.step_options(config)}
         # With an fp32 checkpoint the chunk form is an option, with others the serial form is.

@@ -10,7 +10,6 @@ import torch
 import triton
 
 from replayssm.checks import fail
-from replayssm.cursors import SPREAD_FROM
 from replayssm.ops.delta import configs
 from replayssm.ops.delta.configs import LaunchConfig, Shape
 from replayssm.ops.device import check_one_token, device_arch, is_aligned
@@ -23,8 +22,8 @@ def layer_shape(state: torch.Tensor, num_k_heads: int, g: torch.Tensor, *values:
     heads, v_dim, k_dim = state.shape[1:]
     ring_len = values[0].shape[2] if values else 0
     aligned = all(is_aligned(tensor) for tensor in (state, *values))
-    size, arch, spread = state.element_size(), device_arch(state.device), state.shape[0] >= SPREAD_FROM
-    return Shape(num_k_heads, heads, k_dim, v_dim, g.dim() == 3, size, ring_len, aligned, arch, spread)
+    size, arch = state.element_size(), device_arch(state.device)
+    return Shape(num_k_heads, heads, k_dim, v_dim, g.dim() == 3, size, ring_len, aligned, arch)
 
 
 @cache

@@ -20,7 +20,7 @@ class LaunchConfig:
     dependent launch; hint: before the previous kernel is done, ask the memory for the state (1; its first hint_rows
     V-rows a program, if not 0), and for the ring's rows, dead ones too (2), by the first hint_first programs (0: all);
     guess: load the cursors of the slot that was named then; flushers: so many flushing rows have programs of their own,
-    a tile each (in batches of at most 64 rows that flush at different steps); appenders: so many programs a row write
+    a tile each (in batches of at most 64 rows); appenders: so many programs a row write
     the new tokens after all others (0: each program its own). settle excludes hint, guess and flushers. tensor_cores:
     they read a 16-bit checkpoint, in tiles of 16 V-rows a warp.
     """
@@ -52,7 +52,7 @@ class LaunchConfig:
 class Shape:
     """What a choice depends on besides the batch.
 
-    aligned: state, ring_v and ring_u allow 16-byte accesses. spread: rows flush at different steps.
+    aligned: state, ring_v and ring_u allow 16-byte accesses.
     """
 
     num_k_heads: int
@@ -64,7 +64,6 @@ class Shape:
     ring_len: int
     aligned: bool
     arch: str
-    spread: bool = True
 
 
 def _step(block_v: int, num_tiles: int, stages: int, registers: int, **more: Any) -> LaunchConfig:
@@ -81,10 +80,10 @@ STEP = {
     (False, 4): (
         (96, _step(32, 1, 1, 96, early=8, hint=2)),
         (192, _step(64, 1, 1, 128, early=16, hint=2)),
-        (768, _step(64, 1, 1, 128, early=16, hint=1, hint_rows=16, guess=True)),
-        (1536, _step(64, 2, 1, 128, early=16, hint=1, hint_rows=16, flushers=1)),
-        (3072, _step(64, 4, 1, 128, early=16, hint=1, hint_rows=16, flushers=3, appenders=4)),
-        (6144, _step(64, 8, 1, 128, early=16, hint=1, hint_rows=16, flushers=3)),
+        (768, _step(64, 1, 1, 128, early=16, hint=2, hint_rows=16)),
+        (1536, _step(64, 2, 1, 128, early=16, hint=2, hint_rows=16, flushers=1)),
+        (3072, _step(64, 2, 1, 128, early=16, flushers=3)),
+        (6144, _step(64, 8, 1, 128, early=16, flushers=3)),
         (12288, _step(64, 4, 1, 128, early=16, settle=2, interleave=8)),
         (24576, _step(64, 4, 2, 168, settle=8, interleave=8)),
         (1 << 40, _step(64, 4, 1, 128, settle=8, interleave=8)),
@@ -101,8 +100,8 @@ STEP = {
     (True, 4): (
         (96, _step(32, 1, 1, 96, hint=2)),
         (384, _step(64, 1, 1, 128, early=16, hint=2)),
-        (768, _step(64, 1, 1, 128, early=16, hint=1, hint_rows=16, guess=True)),
-        (3072, _step(64, 2, 1, 128, early=16, hint=1, hint_rows=16, hint_first=528, flushers=3, appenders=4)),
+        (768, _step(64, 1, 1, 128, early=16, hint=1)),
+        (3072, _step(64, 2, 1, 128, early=16, flushers=3)),
         (6144, _step(64, 2, 1, 128, settle=2, interleave=8)),
         (1 << 40, _step(64, 2, 1, 128, early=16, settle=8, interleave=8)),
     ),
@@ -128,10 +127,8 @@ def step_config(batch: int, shape: Shape) -> LaunchConfig:
     if not _gluon_fits(shape) or shape.ring_len > GLUON_RING_LEN:
         return _portable(shape)
     config = _with_tiles(_pick(STEP[shape.kda, shape.state_bytes], batch, shape), shape)
-    if config.flushers == 0 or (shape.spread and batch <= MOST_ROWS_WITH_FLUSHERS):
+    if config.flushers == 0 or batch <= MOST_ROWS_WITH_FLUSHERS:
         return config
-    if not shape.spread:
-        return replace(config, flushers=0)
     return replace(config, flushers=0, hint=0, settle=2, interleave=8)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from replayssm.config import GDNSpec, KDASpec
-from replayssm.cursors import SPREAD_FROM
 from replayssm.ops.delta import configs
 from replayssm.ops.delta.arguments import (
     check_state,
@@ -185,6 +184,6 @@ def route(
 ) -> str:
     """One line that names what a step runs, of a contiguous cache of that size and 16-bit inputs."""
     heads, dims = (spec.num_k_heads, spec.num_v_heads), (spec.head_k_dim, spec.head_v_dim)
-    kda, arch, spread = isinstance(spec, KDASpec), device_arch(device), batch >= SPREAD_FROM
-    shape = Shape(*heads, *dims, kda, state_dtype.itemsize, ring_len, True, arch, spread)
+    kda, arch = isinstance(spec, KDASpec), device_arch(device)
+    shape = Shape(*heads, *dims, kda, state_dtype.itemsize, ring_len, True, arch)
     return configs.route(batch, shape, chunks(replay))

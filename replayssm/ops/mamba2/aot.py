@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from triton.experimental.gluon import language as gl
@@ -39,12 +38,11 @@ def aot_cases() -> Iterator[AotCase]:
             batches = [min(largest, 256) for largest, _ in configs.STEP[size]]
             for arch in configs.FAST_ARCHS:
                 shape = Shape(*dims, size, True, arch)
-                shapes = (replace(shape, spread=False), shape)
-                for config in dict.fromkeys(configs.step_config(batch, s) for batch in batches for s in shapes):
+                for config in dict.fromkeys(configs.step_config(batch, shape) for batch in batches):
                     yield _gluon_case(f"{label}-{state}", dims, state, arch, config)
                 if size == 2:
                     chunk = [min(largest, 256) for largest, _ in configs.STEP_CHUNK[1:]]
-                    for config in dict.fromkeys(configs.step_config(batch, s, True) for batch in chunk for s in shapes):
+                    for config in dict.fromkeys(configs.step_config(batch, shape, True) for batch in chunk):
                         yield _gluon_case(f"{label}-{state}", dims, state, arch, config)
 
 

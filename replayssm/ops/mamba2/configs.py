@@ -19,7 +19,7 @@ class LaunchConfig:
     A tile is `heads` heads of `block_v` V-rows; "tiles" has a warp a head and `turns` tiles (0: all V-rows), `stages`
     of them in flight. pdl: programmatic dependent launch. `appenders` programs a row write the new tokens after all
     others (0, "tile" only: each program its own). In the last 1 / `settle` of the rows, those that flush trade places
-    with early ones (0: none; where rows flush at different steps). ring_first: the checkpoint ("tiles": all but its
+    with early ones (0: none). ring_first: the checkpoint ("tiles": all but its
     first tile) is requested after the ring's rows, which then do not queue behind it. hint: before the previous kernel
     is done, ask the memory for the state (1; the first hint_rows V-rows of each head, if not 0), and for the ring's
     rows (2), by the first hint_first programs (0: all). flushers ("tiles" only): so many flushing rows have programs
@@ -47,7 +47,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a choice depends on besides the batch. spread: rows flush at different steps."""
+    """What a choice depends on besides the batch."""
 
     num_heads: int
     n_groups: int
@@ -56,7 +56,6 @@ class Shape:
     state_bytes: int
     tma: bool
     arch: str
-    spread: bool = True
 
 
 def _tile(heads: int, block_v: int, num_warps: int, **more: Any) -> LaunchConfig:
@@ -77,16 +76,15 @@ STEP = {
             16,
             (
                 _tile(1, 64, 4, registers=128, appenders=2, hint=1, hint_rows=8),
-                _tiles(2, 168, stages=3, appenders=1, ring_first=True, hint=1, hint_rows=16),
-                _tile(4, 16, 4, appenders=4, settle=2, hint=1, hint_rows=4),
+                _tiles(2, 168, turns=2, stages=2, appenders=4, ring_first=True, flushers=1),
+                _tile(4, 16, 4, appenders=4, settle=2),
             ),
         ),
         (
             48,
             (
-                _tile(1, 64, 4, registers=128, appenders=4, settle=2, hint=1, hint_rows=16, hint_first=528),
-                _tiles(2, 168, stages=3, appenders=4, settle=2, hint=1, hint_rows=16, hint_first=396),
-                _tile(4, 16, 4, appenders=4, settle=2, hint=1, hint_rows=4, hint_first=528),
+                _tile(1, 64, 4, registers=128, appenders=4, hint=1, hint_rows=16, hint_first=528),
+                _tile(4, 16, 4, appenders=4, settle=2),
             ),
         ),
         (96, (_tiles(2, 168, stages=2, appenders=4, settle=2),)),
@@ -155,8 +153,7 @@ def step_config(batch: int, shape: Shape, chunk: bool = False) -> LaunchConfig:
                 elif shape.d_state > 128 and config.kernel == "tile":
                     registers = None
                 turns = config.turns or shape.head_dim // config.block_v
-                settle = config.settle if shape.spread else 0
-                return replace(config, turns=turns, max_registers=registers, settle=settle)
+                return replace(config, turns=turns, max_registers=registers)
     return LaunchConfig("triton", 16 if shape.head_dim % 32 else 32, 4)
 
 

@@ -8,7 +8,6 @@ import torch
 import triton
 
 from replayssm.config import Mamba2Spec
-from replayssm.cursors import SPREAD_FROM
 from replayssm.ops.device import check_one_token, device_arch, is_aligned
 from replayssm.ops.mamba2 import configs
 from replayssm.ops.mamba2.configs import LaunchConfig, Shape
@@ -153,8 +152,7 @@ def layer_shape(state: torch.Tensor, n_groups: int) -> Shape:
     """What the choice of a configuration depends on."""
     H, P, N = state.shape[1:]
     tma = is_aligned(state) and state.stride(2) == N
-    spread = state.shape[0] >= SPREAD_FROM
-    return Shape(H, n_groups, P, N, state.element_size(), tma, device_arch(state.device), spread)
+    return Shape(H, n_groups, P, N, state.element_size(), tma, device_arch(state.device))
 
 
 def route(
@@ -168,7 +166,7 @@ def route(
     """One line that names what a step runs, of a contiguous cache of that size and 16-bit inputs."""
     chunk = configs.takes_chunks(replay, state_dtype, torch.bfloat16, ring_len - 1)
     dims = (spec.num_heads, spec.n_groups, spec.head_dim, spec.d_state)
-    shape = Shape(*dims, state_dtype.itemsize, True, device_arch(device), batch >= SPREAD_FROM)
+    shape = Shape(*dims, state_dtype.itemsize, True, device_arch(device))
     return configs.route(batch, shape, chunk)
 
 
