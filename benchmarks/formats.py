@@ -10,7 +10,6 @@ Checks each layer first; a layer that fails its check is not timed (`--check onl
 
 from __future__ import annotations
 
-import argparse
 import csv
 import traceback
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from layer_tables import line, parser
 
 from replayssm import Plan, ReplayError, preset
 from replayssm.bench.decode import LayerBench, Timing
@@ -26,7 +26,6 @@ from replayssm.bench.timing import Ceilings, measure_ceilings
 from replayssm.bench.windows import WindowBench
 from replayssm.cli.bench import environment, require_correct
 
-MODELS = ("nemotron-3-super-120b-a12b", "nemotron-3-nano-4b", "qwen3.5-122b-a10b", "qwen3.5-4b", "kimi-linear-48b")
 BATCHES = (1, 8, 128, 256, 512)
 PLAIN = "none/fp32"
 FORMATS = (
@@ -39,9 +38,7 @@ Timings = dict[tuple[str, str, int], dict[str, Timing]]  # model, formats, batch
 def make_plan(model: str, formats: str, tokens: int) -> Plan:
     """The first layer of the model."""
     read, checkpoint = formats.split("/")
-    return Plan(
-        preset(model)[:1], read=read, checkpoint=checkpoint, num_draft_tokens=tokens - 1, device="cuda", route="replay"
-    )
+    return Plan(preset(model)[:1], read=read, checkpoint=checkpoint, num_draft_tokens=tokens - 1, device="cuda")
 
 
 def time_phases(plan: Plan, formats: str, batch: int, ceilings: Ceilings) -> dict[str, Timing]:
@@ -70,7 +67,7 @@ def table_row(key: tuple[str, str, int], timings: Timings, plan: Plan) -> str:
         f"{plan.memory_per_request / state:.2f}",
         *([f"{window.us:.1f}", f"{window.us / fp32['window_mixed'].us:.2f}"] if window else []),
     ]
-    return "| " + " | ".join(cells) + " |"
+    return line(cells)
 
 
 def cases(options: Any) -> dict[tuple[str, str], Plan]:
@@ -88,14 +85,10 @@ def cases(options: Any) -> dict[tuple[str, str], Plan]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    parser.add_argument("--formats", nargs="+", default=FORMATS)
-    parser.add_argument("--tokens", type=int, default=1)
-    parser.add_argument("--check", choices=["first", "only", "skip"], default="first")
-    parser.add_argument("--csv", type=Path, default=Path("formats.csv"))
-    options = parser.parse_args()
+    arguments = parser(__doc__.splitlines()[0], BATCHES, "formats.csv")
+    arguments.add_argument("--formats", nargs="+", default=FORMATS)
+    arguments.add_argument("--tokens", type=int, default=1)
+    options = arguments.parse_args()
     plans = cases(options)
     if options.check != "skip":
         for (model, formats), plan in list(plans.items()):

@@ -18,8 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from replayssm import Plan, ReplayCache
-from replayssm.config import LayerSpec
+from replayssm import LayerSpec, Mamba2Spec, Plan, ReplayCache, delta_decode, mamba2_decode
 from replayssm.drift import forward
 from replayssm.drift.models import MINIATURES, load, text_tokens
 from replayssm.drift.scan import scan
@@ -49,12 +48,11 @@ class Layer:
     inputs: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
 
-    def windows(self, dtype: torch.dtype | None = None) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """Tokens so far, and the arguments of an op for the next 16 tokens; all in `dtype` if given."""
-        parameters = {name: t if dtype is None else t.to(dtype) for name, t in self.parameters.items()}
-        for window in zip(*(t.split(WINDOW) for t in self.inputs.values()), strict=True):
-            cast = (t if dtype is None else t.to(dtype) for t in window)
-            yield WINDOW, positional(self.spec, dict(zip(self.inputs, cast, strict=True)) | parameters)
+    def windows(self, dtype: torch.dtype | None = None) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """How many tokens there are up to the end of each 16, and these tokens' arguments; all in `dtype` if given."""
+        for done in range(WINDOW, len(next(iter(self.inputs.values()))) + 1, WINDOW):
+            window = {name: t[done - WINDOW : done] for name, t in self.inputs.items()} | self.parameters
+            yield done, window if dtype is None else {name: t.to(dtype) for name, t in window.items()}
 
 
 def first_layer(name: str, length: int, device: str) -> Layer:
@@ -90,12 +88,10 @@ def stepwise_states(layer: Layer, checkpoint: torch.dtype, device: str) -> State
     state = torch.zeros(1, *layer.spec.state_shape, dtype=checkpoint, device=device)
     slots, starts = (torch.tensor(v, dtype=torch.int32, device=device) for v in ([0], [0, WINDOW]))
     options: dict[str, Any] = {"pad_slot_id": -1, "max_window_len": WINDOW, **op_options(layer.spec)}
-    done, states = 0, {}
-    for tokens, args in layer.windows(torch.float64 if exact else None):
-        shape = (tokens, *layer.spec.state_shape[:2])
-        out = torch.empty(shape, dtype=torch.float64 if exact else torch.bfloat16, device=device)
-        ops.stepwise(*args, state, slots, starts, out, **options)
-        done += tokens
+    out_dtype = torch.float64 if exact else torch.bfloat16
+    out, states = torch.empty(WINDOW, *layer.spec.state_shape[:2], dtype=out_dtype, device=device), {}
+    for done, window in layer.windows(torch.float64 if exact else None):
+        ops.stepwise(*positional(layer.spec, window), state, slots, starts, out, **options)
         if done in MARKS:
             states[done] = state[0].double()
     return states
@@ -106,19 +102,13 @@ def replayed_states(layer: Layer, variant: str, rounding: str, device: str) -> S
     read, checkpoint = variant.split("/")
     spec = replace(layer.spec, layer_idx=0)
     plan = Plan([spec], num_draft_tokens=WINDOW - 1, read=read, checkpoint=checkpoint, rounding=rounding, device=device)
-    cache, done, states = ReplayCache(plan, 1), 0, {}
+    cache, states = ReplayCache(plan, 1), {}
     cache.reset([0])
-    options: dict[str, Any] = {"pad_slot_id": -1, "max_window_len": WINDOW, **op_options(spec)}
-    held = cache.layer(0)
-    held.A = layer.parameters.get("A")
-    out = torch.empty(WINDOW, *spec.state_shape[:2], dtype=torch.bfloat16, device=device)
-    for tokens, args in layer.windows():
+    decode: Callable[..., torch.Tensor] = mamba2_decode if isinstance(spec, Mamba2Spec) else delta_decode
+    for done, window in layer.windows():
         step = cache.begin_step([0], WINDOW)
-        rows = (cache.cursors, step.slot_indices, step.query_start_loc, out)
-        limits = {"buffer_len": step.buffer_len, **held.op_formats(), **options}
-        held.ops.step(*args, held.state, *held.ring.values(), *rows, **limits)
+        decode(cache.layer(0), step, **window)
         cache.commit(step)
-        done += tokens
         if done in MARKS:
             states[done] = cache.materialize(0, [0])[0].double()
     return states

@@ -36,10 +36,6 @@ class ReplayCache(CacheMemory):
         super().__init__(plan, num_slots, layers=layers, cursors=cursors, pad_slot_id=pad_slot_id)
         rings = [ring for layer in self._layers.values() for ring in layer.ring.values()]
         self._commits = CommitOps(plan.backend, self.cursors, rings)
-        self._engine_owned = layers is not None
-        self._may_hold_rows = False  # what the host knows of the rings
-        self._captured = False
-        self._stepwise_batch = plan.stepwise_batch
 
     def begin_step(
         self,
@@ -65,28 +61,13 @@ class ReplayCache(CacheMemory):
             limit = check_int("buffer_len", buffer_len, 1, limit)
         longest = min(self.plan.max_window_len, limit)
         windows = check_windows(len(slots), window_lens, query_start_loc, max_window_len, longest, self.device)
-        stepwise = buffer_len is None and self._goes_stepwise(len(slots), windows[1], parents is not None)
+        stepwise = self._check_ring(parents=parents)
         step = Step(
             slots, *windows, buffer_len=limit, pad_slot_id=self.pad_slot_id, epoch=self._epoch, stepwise=stepwise
         )
         if parents is None:
             return step
         return replace(step, parents=check_parents(parents, step.window_lens, step.num_tokens, self.device))
-
-    def _goes_stepwise(self, batch: int, window: int, is_tree: bool) -> bool:
-        """Route a step; before the first stepwise one after others the rings are replayed, so that they are empty.
-
-        A graph is replayed without the host, which from its capture on no longer knows what the rings hold: then only
-        a plan with route "stepwise" leaves the ring out.
-        """
-        if window > 1 or is_tree or batch > self._stepwise_batch:
-            return False
-        if self.plan.route == "auto" and (self._captured or self._engine_owned or _is_capturing(self.device)):
-            return False
-        if self._may_hold_rows:
-            self.flush()
-            self._may_hold_rows = False
-        return True
 
     def commit(
         self,
@@ -100,8 +81,11 @@ class ReplayCache(CacheMemory):
         Or accept the tokens of accepted_paths [batch, depth]: indices in the window from a token without parent to its
         last accepted descendant, then -1. Rows of a path that are apart are moved together in every layer's ring.
         """
+        if not isinstance(step, Step):
+            raise fail("step", type(step).__name__, "the Step that begin_step returned")
         if step.epoch != self._epoch:
-            raise ReplayError("step is an earlier one; allowed: the last step, committed once")
+            raise ReplayError("step is an earlier one or another cache's; allowed: the last step, committed once")
+        self._check_ring(num_accepted_tokens=num_accepted_tokens, accepted_paths=accepted_paths)
         accepted = None if num_accepted_tokens is None else check_accepted(num_accepted_tokens, step, self.device)
         paths = None
         if accepted_paths is not None:
@@ -113,8 +97,6 @@ class ReplayCache(CacheMemory):
             raise fail("accepted_paths", None, "the accepted path of every row, for a step with parents")
         if not step.stepwise:
             self._commits.commit(step, accepted, paths, self.plan.ring_len)
-            self._may_hold_rows = True
-            self._captured = self._captured or _is_capturing(self.device)
         self._epoch += 1
 
     def take_back(self, slots: Slots, num_tokens: torch.Tensor | Sequence[int]) -> None:
@@ -122,10 +104,15 @@ class ReplayCache(CacheMemory):
 
         A step never replays its own tokens, so those of the last step can always be taken back.
         """
+        self._check_ring(num_tokens=num_tokens)
         index = self._slots(slots)
         self._commits.take_back(index, self._check_counts(num_tokens, index))
         self._epoch += 1
 
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    def _check_ring(self, **arguments: object) -> bool:
+        """Whether steps leave the ring out; then a token is in the state at once, and `arguments` mean nothing."""
+        stepwise = self.plan.route == "stepwise"
+        for name, value in arguments.items():
+            if stepwise and value is not None:
+                raise fail(name, "given with route stepwise", "None")
+        return stepwise

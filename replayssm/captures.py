@@ -36,11 +36,10 @@ def add_file(path: str | Path, errors: ReadErrors) -> None:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise fail("states", str(path), f"a safetensors file ({error})") from error
-    unknown = sorted(name for name in tensors if not _NAME.fullmatch(name))
-    states = {int(name.split(".")[0]): t for name, t in tensors.items() if name.endswith(".state")}
-    alone = sorted(name for name in tensors if name.endswith(".queries") and int(name.split(".")[0]) not in states)
-    if unknown or alone or not states:
-        raise fail("states", unknown or alone or "an empty file", "tensors IDX.state, and IDX.queries beside them")
+    wrong = sorted(n for n in tensors if not _NAME.fullmatch(n) or n.partition(".")[0] + ".state" not in tensors)
+    if wrong or not tensors:
+        raise fail("states", wrong[0] if wrong else "an empty file", "tensors IDX.state, and IDX.queries beside them")
+    states = {int(name.partition(".")[0]): t for name, t in tensors.items() if name.endswith(".state")}
     for idx in sorted(states):
         errors.add(idx, states[idx], tensors.get(f"{idx}.queries"))
 
@@ -64,7 +63,7 @@ def add_model(
     check_int("prompt_len", prompt_len, 1)
     if total < prompt_len + WINDOW:
         raise fail("tokens", f"{total} tokens", f"at least {WINDOW} after the prompt of {prompt_len}")
-    with enable(model, buffer_len=WINDOW, route="replay") as handle:
+    with enable(model, buffer_len=WINDOW) as handle:
         forward = _Forward(model, handle.new_cache())
         forward(tokens[:prompt_len])
         recorded = {spec.layer_idx: _Recorder(forward.core.layer(spec.layer_idx)) for spec in handle.plan.layers}

@@ -59,7 +59,6 @@ class CheckCase:
             activation=DTYPES[self.activation],
             device=device,
             backend=backend,
-            route="replay",
         )
 
     def runs_on(self, device: torch.device, backend: str = "auto") -> bool:

@@ -27,9 +27,9 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> in
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
-    """Raise unless `value` is one of `choices`."""
+    """Raise unless `value` is one of `choices`; 1 is not True."""
     choices = list(choices)
-    if value not in choices:
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         raise fail(name, value, ", ".join(map(str, choices)))
 
 
@@ -45,6 +45,8 @@ def check_tensor(
     """Check shape (None: any size), dtype, device, and that the last `inner_contiguous` dims are contiguous."""
     if not isinstance(tensor, torch.Tensor):
         raise fail(name, type(tensor).__name__, "a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise fail(f"{name}.layout", tensor.layout, "torch.strided")
     if tensor.dim() != len(shape) or any(w is not None and w != s for s, w in zip(tensor.shape, shape, strict=True)):
         want = "[" + ", ".join("any" if s is None else str(s) for s in shape) + "]"
         raise fail(f"{name}.shape", list(tensor.shape), want)
@@ -58,3 +60,9 @@ def check_tensor(
         if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
             raise fail(f"{name}.stride()", tensor.stride(), f"the last {inner_contiguous} dimensions contiguous")
         expected *= tensor.shape[dim]
+
+
+def check_written(name: str, tensor: torch.Tensor) -> None:
+    """Raise if elements of a tensor that is to be written share memory, as after `expand`."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise fail(f"{name}.stride()", tensor.stride(), "memory of its own for every element")

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from replayssm.checks import ReplayError, check_int
+from replayssm.checks import ReplayError, check_choice, check_int, fail
 
 Family = Literal["mamba2", "gdn", "kda"]
 
@@ -80,6 +80,7 @@ class GDNSpec:
     def __post_init__(self) -> None:
         _check_dims(self, ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel"))
         _check_divides("num_k_heads", self.num_k_heads, "num_v_heads", self.num_v_heads)
+        check_choice("use_qk_l2norm", self.use_qk_l2norm, (True, False))
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -121,8 +122,9 @@ class KDASpec(GDNSpec):
         super().__post_init__()
         if self.num_k_heads != self.num_v_heads:
             raise ReplayError(f"num_k_heads is {self.num_k_heads}; allowed for kda: num_v_heads ({self.num_v_heads})")
-        if self.lower_bound is not None and not -100.0 <= self.lower_bound < 0.0:
-            raise ReplayError(f"lower_bound is {self.lower_bound!r}; allowed: None or a number from -100 to below 0")
+        bound = self.lower_bound
+        if bound is not None and not (isinstance(bound, (int, float)) and -100.0 <= bound < 0.0):
+            raise fail("lower_bound", bound, "None or a number from -100 to below 0")
 
     @property
     def _gate_dim(self) -> int | None:

@@ -44,6 +44,14 @@ def package_version(name: str) -> str | None:
         return None
 
 
+def require(package: str, extra: str) -> None:
+    """Raise unless `package` is installed, which comes with one of our extras."""
+    from replayssm.checks import ReplayError
+
+    if package_version(package) is None:
+        raise ReplayError(f"{package} is not installed; allowed after: pip install 'replayssm[{extra}]'")
+
+
 def collect() -> Environment:
     """Look at this process's Python, packages and devices."""
     import torch

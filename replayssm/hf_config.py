@@ -33,11 +33,6 @@ def layer_specs(config: object) -> tuple[LayerSpec, ...]:
     return _read(str(text.model_type), Fields(text))
 
 
-def supported_model_types() -> tuple[str, ...]:
-    """The model types that `layer_specs` reads."""
-    return tuple(READERS)
-
-
 def _read_json(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -89,6 +84,12 @@ def _read(model_type: str, fields: Fields, *, defaults_known: bool = True) -> tu
         raise ReplayError(
             f"config of model_type {model_type!r} has no field {str(missing)!r}, which it needs"
         ) from None
+    except ReplayError:
+        raise
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise ReplayError(
+            f"config of model_type {model_type!r} has a wrong value ({error}); allowed: what transformers allows"
+        ) from error
     if not specs:
         raise ReplayError(f"config of model_type {model_type!r} has no SSM layers; allowed: at least one")
     return specs

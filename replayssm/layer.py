@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from replayssm.checks import ReplayError, check_tensor, fail
+from replayssm.checks import ReplayError, check_tensor, check_written, fail
 from replayssm.config import LayerSpec, Mamba2Spec
 from replayssm.cursors import real_slots
 from replayssm.ops.registry import FamilyOps, family_ops
@@ -184,6 +184,7 @@ def view_layer(
     for name, (shape, dtype) in shapes.items():
         full, inner = (len(cursors), *shape), len(shape)
         check_tensor(f"{label}[{name!r}]", tensors[name], full, (dtype,), cursors.device, inner_contiguous=inner)
+        check_written(f"{label}[{name!r}]", tensors[name])
     return _layer(spec, plan, tensors, cursors, seeds)
 
 

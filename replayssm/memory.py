@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from replayssm import cursors as cursor_ops
-from replayssm.checks import check_int, check_tensor, fail
+from replayssm.checks import check_int, check_tensor, check_written, fail
 from replayssm.config import Mamba2Spec
 from replayssm.layer import LayerCache, allocate_layer, view_layer
 from replayssm.plan import Plan
+from replayssm.plan_checks import present_device
 from replayssm.quant import as_indexable
 from replayssm.seeds import Seeds, check_seeds, first_seeds, next_seeds
-from replayssm.slots import Slots, slot_tensor
+from replayssm.slots import Slots, integers, placed, slot_tensor
 
+_EPOCHS = itertools.count(0, 2**32)  # of the first steps of caches, so that a step tells whose it is
 STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class CacheMemory:
     """Checkpoints, read copies, rings, cursors and seeds of `num_slots` requests: load, reset, copy, materialize."""
 
+    @torch.inference_mode(False)  # tensors made in that mode could not be written outside of it
     def __init__(
         self,
         plan: Plan,
@@ -42,7 +46,7 @@ class CacheMemory:
         self.plan = plan
         self.num_slots = check_int("num_slots", num_slots, 1)
         self.pad_slot_id = check_int("pad_slot_id", pad_slot_id, -(2**31), 2**31 - 1)
-        self.device = torch.empty(0, device=plan.device).device
+        self.device = present_device(plan.device)
         specs = {spec.layer_idx: spec for spec in plan.layers}
         if layers is not None and set(layers) != set(specs):
             raise fail("layers", sorted(layers), f"the layer_idx of the plan: {sorted(specs)}")
@@ -58,7 +62,7 @@ class CacheMemory:
             else view_layer(spec, plan, layers[idx], cursors, self.seeds)
             for idx, spec in specs.items()
         }
-        self._epoch = 0
+        self._epoch = next(_EPOCHS)
 
     def layer(self, layer_idx: int) -> LayerCache:
         """The tensors of one layer, as the step ops take them."""
@@ -164,19 +168,19 @@ class CacheMemory:
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=self.device)
         check_tensor("out", out, shape, STATE_DTYPES, self.device, inner_contiguous=3)
+        check_written("out", out)
         counts = None if num_tokens is None else self._check_counts(num_tokens, index)
         rows = torch.arange(len(index), dtype=torch.int32, device=self.device)
         layer.replay(index.int(), counts, out, rows, self.pad_slot_id)
         return out
 
     def _check_counts(self, num_tokens: torch.Tensor | Sequence[int], index: torch.Tensor) -> torch.Tensor:
-        counts = torch.as_tensor(num_tokens, dtype=torch.int32, device=self.device)
-        check_tensor("num_tokens", counts, (len(index),), (torch.int32,), self.device)
-        if self.device.type == "cpu":
+        counts = integers("num_tokens", num_tokens, len(index))
+        if self.device.type == counts.device.type == "cpu":
             committed = self.cursors[index, cursor_ops.NUM_COMMITTED]
             if bool(((counts < 0) | (counts > committed)).any()):
                 raise fail("num_tokens", counts.tolist(), f"0 to num_committed of each slot: {committed.tolist()}")
-        return counts
+        return placed("num_tokens", counts, self.device)
 
     def copy(self, src_slots: Slots, dst_slots: Slots) -> None:
         """Copy requests between slots, cursors and seeds included; sources are read before any destination is written.

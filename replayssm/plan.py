@@ -17,7 +17,7 @@ from replayssm.formats import CHECKPOINT_FORMATS, READ_FORMATS
 from replayssm.plan_checks import check_device, check_layers, check_read, check_replay, choose_backend
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
-ROUTES = ("auto", "replay", "stepwise")
+ROUTES = ("replay", "stepwise")
 ROUNDINGS = ("nearest", "stochastic")
 MAX_BUFFER_LEN = 256
 MAX_DRAFT_TOKENS = 63
@@ -34,8 +34,7 @@ class Plan:
     activation: dtype of the layers' inputs and outputs. backend: "auto" takes torch on a CPU and triton on a GPU.
     spread_flushes: shorten first windows so that requests which start together flush at different steps; None: in
     caches of at least 64 slots, since in small batches a flush has too few other rows' reads to hide under.
-    route: "replay" takes every step through the ring, "stepwise" none; "auto" takes what is faster: the ring, at every
-    batch that was measured.
+    route: "replay" takes every step through the ring, "stepwise" none, as ordinary decoding does.
     replay: how flushes run the recurrence over the ring. "serial" does it token by token, bit for bit as stepwise
     decoding does; "chunk" lets GPU kernels take all rows together, by products that are accurate to fp32; "auto" takes
     serial where bit equality is promised (`replay_form`).
@@ -50,7 +49,7 @@ class Plan:
     device: torch.device | str = "cpu"
     backend: str = "auto"
     spread_flushes: bool | None = None
-    route: str = "auto"
+    route: str = "replay"
     rounding: str = "nearest"
     seed: int = 0
     replay: str = "auto"
@@ -70,7 +69,7 @@ class Plan:
         check_choice("route", self.route, ROUTES)
         if self.route == "stepwise" and self.num_draft_tokens:
             raise ReplayError(
-                f"route is 'stepwise' with num_draft_tokens {self.num_draft_tokens}; allowed with drafts: auto, replay"
+                f"route is 'stepwise' with num_draft_tokens {self.num_draft_tokens}; allowed with drafts: replay"
             )
         check_choice("spread_flushes", self.spread_flushes, (None, True, False))
         self._check_rounding()
@@ -88,7 +87,7 @@ class Plan:
         if self.checkpoint == "fp32":
             raise ReplayError("rounding is 'stochastic' with checkpoint 'fp32'; allowed: checkpoint fp16, bf16, fp8")
         if self.route == "stepwise":
-            raise ReplayError("rounding is 'stochastic' with route 'stepwise'; allowed: route auto, replay")
+            raise ReplayError("rounding is 'stochastic' with route 'stepwise'; allowed: route replay")
 
     @classmethod
     def from_config(cls, config: Any, *, tp: int = 1, **options: Any) -> Plan:
@@ -117,11 +116,17 @@ class Plan:
 
     def read_format(self, layer_idx: int) -> str:
         """The read format of a layer."""
+        self._spec(layer_idx)
         return self.read if isinstance(self.read, str) else dict(self.read)[layer_idx]
 
     def replay_form(self, layer_idx: int) -> str:
         """Whether a layer's flushes replay "serial" or may use the "chunk" form; see `replay`."""
-        return routes.replay_form(self, next(spec for spec in self.layers if spec.layer_idx == layer_idx))
+        return routes.replay_form(self, self._spec(layer_idx))
+
+    def _spec(self, layer_idx: int) -> LayerSpec:
+        specs = {spec.layer_idx: spec for spec in self.layers}
+        check_choice("layer_idx", layer_idx, specs)
+        return specs[layer_idx]
 
     @property
     def read_name(self) -> str:
@@ -188,11 +193,6 @@ class Plan:
     def spreads(self, num_slots: int) -> bool:
         """Whether requests of a cache of this size flush at different steps."""
         return num_slots >= SPREAD_FROM if self.spread_flushes is None else self.spread_flushes
-
-    @property
-    def stepwise_batch(self) -> int:
-        """Largest batch that decodes stepwise; see `route`."""
-        return routes.stepwise_batch(self)
 
     def kernels(self, batch: int) -> dict[str, str]:
         """What a step of `batch` rows runs, by layer family, state shape and read format; one line each."""

@@ -36,9 +36,9 @@ def check_read(read: object, layers: tuple[LayerSpec, ...]) -> str | tuple[tuple
         check_choice("read", read, READ_FORMATS)
         chosen = {spec.layer_idx: read for spec in layers}
     else:
-        chosen = dict(read) if isinstance(read, Mapping) or _are_pairs(read) else {}
-        indices = [spec.layer_idx for spec in layers]
-        if set(chosen) != set(indices):
+        pairs = tuple(read.items()) if isinstance(read, Mapping) else read if _are_pairs(read) else ()
+        chosen, indices = dict(pairs), [spec.layer_idx for spec in layers]
+        if set(chosen) != set(indices) or len(pairs) != len(indices):
             raise fail("read", read, f"a format, or a mapping from every layer_idx {indices} to one")
     for spec in layers:
         name = chosen[spec.layer_idx]
@@ -52,12 +52,30 @@ def _are_pairs(value: object) -> TypeGuard[tuple[tuple[int, str], ...]]:
     return isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
 
 
-def check_device(device: torch.device | str) -> torch.device:
+def check_device(device: object) -> torch.device:
     """The device by name."""
     try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ReplayError(f"device is {device!r}; allowed: a torch device such as cpu or cuda:0") from error
+        found = torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise fail("device", device, "cpu, cuda or cuda:N")
+    return found
+
+
+def present_device(device: torch.device | str) -> torch.device:
+    """The device with its index; raises if it is not there."""
+    device = check_device(device)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count <= (device.index or 0):
+        raise fail(
+            "device",
+            str(device),
+            f"cpu, cuda:0 to cuda:{count - 1}" if count else "cpu (no CUDA device was found here)",
+        )
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def choose_backend(backend: str, device: torch.device) -> str:

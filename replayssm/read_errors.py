@@ -89,11 +89,9 @@ class ReadErrors:
         that saves the most bytes for the squared error that it adds. worst_head: a layer's error is that of its worst
         head, not the root mean square over heads.
         """
-        check_choice("checkpoint", checkpoint, CHECKPOINT_FORMATS)
+        check_budget(budget, checkpoint)
         if not self.layers:
             raise ReplayError("states is empty; allowed: at least one layer's states")
-        if not (isinstance(budget, (int, float)) and 0 <= budget < math.inf):
-            raise fail("budget", budget, "a relative error >= 0, such as 0.03")
         error = LayerErrors.worst if worst_head else LayerErrors.mean
         costs = {
             idx: {"none": (0.0, mine.nbytes("none", checkpoint))}
@@ -101,6 +99,13 @@ class ReadErrors:
             for idx, mine in sorted(self.layers.items())
         }
         return _spend(costs, budget**2 * len(costs))
+
+
+def check_budget(budget: float, checkpoint: str) -> None:
+    """Raise for what `ReadErrors.propose` does not take."""
+    check_choice("checkpoint", checkpoint, CHECKPOINT_FORMATS)
+    if not (isinstance(budget, (int, float)) and 0 <= budget < math.inf):
+        raise fail("budget", budget, "a relative error >= 0, such as 0.03")
 
 
 def _spend(costs: Mapping[int, Mapping[str, tuple[float, int]]], left: float) -> dict[int, str]:

@@ -21,7 +21,7 @@ def check_runnable(plan: Plan) -> None:
     if plan.backend != "triton":
         return
     if plan.route == "stepwise" and plan.checkpoint == "fp8":
-        raise ReplayError("route is 'stepwise' with checkpoint 'fp8'; allowed on a GPU: route auto, replay")
+        raise ReplayError("route is 'stepwise' with checkpoint 'fp8'; allowed on a GPU: route replay")
     for spec in plan.layers:
         read = plan.read_format(spec.layer_idx)
         if not _runs(plan, spec, plan.checkpoint, read):
@@ -36,11 +36,10 @@ def check_runnable(plan: Plan) -> None:
 def _runs(plan: Plan, spec: LayerSpec, checkpoint: str, read: str) -> bool:
     if not is_special(checkpoint, read, plan.rounding):
         return True
-    module = read_launch_module(spec.family)
-    if module is None or not READ_FORMATS[read].fits(spec.state_shape[2]):
+    if not READ_FORMATS[read].fits(spec.state_shape[2]):
         return False
     options = {"max_window_len": plan.max_window_len, "rounding": plan.rounding}
-    return bool(module.supports(spec, checkpoint=checkpoint, read=read, **options))
+    return bool(read_launch_module(spec.family).supports(spec, checkpoint=checkpoint, read=read, **options))
 
 
 def replay_form(plan: Plan, spec: LayerSpec) -> str:
@@ -59,11 +58,6 @@ def is_special(checkpoint: str, read: str, rounding: str) -> bool:
     return read != "none" or checkpoint == "fp8" or rounding == "stochastic"
 
 
-def stepwise_batch(plan: Plan) -> int:
-    """Largest batch that decodes stepwise: any if the user says so, else none, since the ring was faster at each."""
-    return 2**31 if plan.route == "stepwise" else 0
-
-
 def kernels(plan: Plan, batch: int) -> dict[str, str]:
     """What a step of `batch` rows runs, by layer family, state shape and (where there is one) read format."""
     chosen = {}
@@ -72,7 +66,7 @@ def kernels(plan: Plan, batch: int) -> dict[str, str]:
         name = f"{spec.family} {'x'.join(map(str, spec.state_shape))}" + ("" if read == "none" else f", {read}")
         if name in chosen:
             continue
-        if batch <= plan.stepwise_batch:
+        if plan.route == "stepwise":
             chosen[name] = "stepwise"
         elif plan.backend != "triton":
             chosen[name] = plan.backend
@@ -86,10 +80,8 @@ def _kernel(plan: Plan, spec: LayerSpec, read: str, batch: int) -> str:
     if plan.rounding == "stochastic":
         return "triton"  # only the portable kernels round stochastically
     if is_special(plan.checkpoint, read, plan.rounding):
-        module = read_launch_module(spec.family)
-        assert module is not None
         options = {"checkpoint": plan.checkpoint, "read": read, "batch": batch, "device": device}
-        one_token = str(module.route(spec, ring_len=plan.ring_len, **options))
+        one_token = str(read_launch_module(spec.family).route(spec, ring_len=plan.ring_len, **options))
         if not plan.num_draft_tokens:
             return one_token
         windows = read_window_launch_module(spec.family)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from replayssm.checks import check_tensor, fail
+from replayssm.checks import check_tensor
+from replayssm.slots import integer_list, placed
 
 _MULTIPLIER = 6364136223846793005
 
@@ -31,8 +32,6 @@ def next_seeds(seeds: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 def check_seeds(seeds: Seeds, count: int, device: torch.device) -> torch.Tensor:
     """int64 [count] on `device`, as a caller gives them."""
     if not isinstance(seeds, torch.Tensor):
-        if not all(isinstance(s, int) and not isinstance(s, bool) and -(2**63) <= s < 2**63 for s in seeds):
-            raise fail("seeds", list(seeds), "64-bit integers")
-        seeds = torch.tensor(list(seeds), dtype=torch.int64)
+        seeds = integer_list("seeds", seeds)
     check_tensor("seeds", seeds, (count,), (torch.int64,))
-    return seeds.to(device)
+    return placed("seeds", seeds, device, torch.int64)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from replayssm.checks import ReplayError, check_tensor, fail
 from replayssm.cursors import Step
+from replayssm.slots import integer_list, placed
 
 Paths = torch.Tensor | Sequence[Sequence[int]]
 
@@ -20,9 +22,7 @@ def check_parents(
 ) -> torch.Tensor:
     """int32 [num_tokens] on `device`: of every token an earlier one of its row's window, or -1."""
     if not isinstance(parents, torch.Tensor):
-        if isinstance(parents, str) or not all(type(p) is int for p in parents):
-            raise fail("parents", parents, "integers")
-        parents = torch.tensor(parents, dtype=torch.int32)
+        parents = integer_list("parents", parents, torch.int32)
     check_tensor("parents", parents, (None if num_tokens < 0 else num_tokens,), (torch.int32,))
     if parents.device.type == "cpu" and device.type == "cpu" and not torch.compiler.is_compiling():
         values, token = parents.tolist(), 0
@@ -31,9 +31,7 @@ def check_parents(
                 if not -1 <= values[token] < i:
                     raise fail(f"parents[{token}]", values[token], f"-1 to {i - 1} (token {i} of its window)")
                 token += 1
-    elif device.type == "cpu" and parents.device != device:
-        raise fail("parents.device", str(parents.device), str(device))
-    return parents.to(device)
+    return placed("parents", parents, device)
 
 
 def check_paths(paths: Paths, step: Step, device: torch.device) -> torch.Tensor:
@@ -45,17 +43,14 @@ def check_paths(paths: Paths, step: Step, device: torch.device) -> torch.Tensor:
         raise fail("accepted_paths.shape", list(paths.shape), f"at most {step.max_window_len} tokens a row")
     if paths.device.type == "cpu" and device.type == "cpu" and not torch.compiler.is_compiling():
         _check_paths(paths.tolist(), step)
-    return paths.to(device=device, dtype=torch.int32)
+    return placed("accepted_paths", paths, device)
 
 
 def _padded(paths: object) -> torch.Tensor:
-    if not isinstance(paths, Sequence) or not all(isinstance(p, Sequence) and not isinstance(p, str) for p in paths):
+    if not isinstance(paths, Sequence) or not all(isinstance(path, Sequence) for path in paths):
         raise fail("accepted_paths", paths, "a sequence of integers for every row")
-    if any(type(i) is not int for path in paths for i in path):
-        raise fail("accepted_paths", paths, "integers")
-    depth = max((len(path) for path in paths), default=0)
-    rows = [[*path, *[-1] * (depth - len(path))] for path in paths]
-    return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), depth)
+    rows = [integer_list(f"accepted_paths[{row}]", path, torch.int32) for row, path in enumerate(paths)]
+    return pad_sequence(rows, batch_first=True, padding_value=-1) if rows else torch.empty(0, 0, dtype=torch.int32)
 
 
 def _check_paths(paths: list[list[int]], step: Step) -> None:

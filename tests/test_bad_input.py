@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import cast, random_tokens
+from families import NAN, cast, random_tokens
 from requests_model import LAYERS, Requests, small_plan
 
 from replayssm import ReplayCache, ReplayError, delta_decode, mamba2_decode
+from replayssm.layer import layer_shapes
 
 MAMBA2, GDN, KDA = LAYERS
 Call = Callable[[ReplayCache], Any]
@@ -56,11 +57,33 @@ def starts(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def two_rows_of_views(cache: ReplayCache) -> None:
+    """An engine's tensors, two slots of which share their memory."""
+    shared = {
+        case.spec.layer_idx: {
+            name: torch.zeros(1, *shape, dtype=dtype).expand(2, *shape)
+            for name, (shape, dtype) in layer_shapes(case.spec, cache.plan).items()
+        }
+        for case in LAYERS
+    }
+    ReplayCache(cache.plan, 2, layers=shared)
+
+
+def other_cache(cache: ReplayCache) -> None:
+    cache.commit(ReplayCache(cache.plan, 4).begin_step([0]))
+
+
+META = torch.zeros(1, dtype=torch.int64, device="meta")
 WRONG: list[tuple[str, Call, str]] = [
     ("slot too high", lambda c: c.begin_step([0, 4]), "slot_indices[1] is 4; allowed: 0 to 3, or -1 for padding"),
     ("slot negative", lambda c: c.begin_step([-2]), "slot_indices[0] is -2"),
     ("slot twice", lambda c: c.begin_step([2, 2]), "every slot once"),
     ("slots as floats", lambda c: c.begin_step([0.0]), "slot_indices is [0.0]; allowed: integers"),
+    (
+        "a slot of 70 bits",
+        lambda c: c.begin_step([2**70]),
+        "slot_indices is [1180591620717411303424]; allowed: integers",
+    ),
     ("slots as text", lambda c: c.begin_step("01"), "slot_indices is '01'"),
     ("slots as bool", lambda c: c.begin_step([True]), "slot_indices is [True]"),
     ("slots as float tensor", lambda c: c.begin_step(torch.zeros(2)), "a 1-D int32 or int64 tensor"),
@@ -68,6 +91,16 @@ WRONG: list[tuple[str, Call, str]] = [
     ("window too long", lambda c: c.begin_step([0], 5), "window_lens is 5; allowed: an integer from 1 to 4"),
     ("window of zero", lambda c: c.begin_step([0], 0), "window_lens is 0"),
     ("one window negative", lambda c: c.begin_step([0, 2], [1, -1]), "window_lens[1] is -1"),
+    ("windows as a float", lambda c: c.begin_step([0], 1.0), "window_lens is 1.0; allowed: an integer, or one a row"),
+    ("windows as nothing", lambda c: c.begin_step([0], None), "window_lens is None"),
+    ("windows as text", lambda c: c.begin_step([0], "1"), "window_lens is '1'"),
+    ("windows as a tensor", lambda c: c.begin_step([0], torch.ones(1)), "window_lens is tensor([1.])"),
+    (
+        "windows given twice",
+        lambda c: c.begin_step([0], 2, query_start_loc=starts(0, 1), max_window_len=1),
+        "window_lens is 2; allowed: nothing beside query_start_loc",
+    ),
+    ("max_window_len alone", lambda c: c.begin_step([0], max_window_len=2), "max_window_len is 2; allowed: None"),
     ("windows missing", lambda c: c.begin_step([0, 2], [1]), "one a row (2)"),
     ("window longer than a lower buffer_len", lambda c: c.begin_step([0], 3, buffer_len=2), "from 1 to 2"),
     (
@@ -96,6 +129,9 @@ WRONG: list[tuple[str, Call, str]] = [
     ("accepted negative", commit([-1, 0]), "num_accepted_tokens is [-1, 0]"),
     ("accepted for too few rows", commit([1]), "num_accepted_tokens.shape is [1]; allowed: [2]"),
     ("accepted as floats", commit(torch.ones(2)), "num_accepted_tokens.dtype is torch.float32"),
+    ("accepted on another device", lambda c: c.commit(c.begin_step([0]), META), "num_accepted_tokens.device is 'meta'"),
+    ("a step of another cache", other_cache, "step is an earlier one or another cache's"),
+    ("a step that is none", lambda c: c.commit(None), "step is 'NoneType'; allowed: the Step"),
     ("x of another dtype", decode(0, x=lambda x: x.bfloat16()), "x.dtype is torch.bfloat16; allowed: torch.float32"),
     ("x of another shape", decode(0, x=lambda x: x.transpose(1, 2)), "x.shape is [2, 3, 4]; allowed: [2, 4, 3]"),
     ("x with a strided last dimension", decode(0, x=lambda x: x.mT.contiguous().mT), "x.stride()"),
@@ -105,6 +141,18 @@ WRONG: list[tuple[str, Call, str]] = [
     ("A of another length", decode(0, A=-torch.ones(2)), "A.shape is [2]; allowed: [4]"),
     ("D as a number", decode(0, D=1.0), "D is 'float'; allowed: a torch.Tensor"),
     ("z missing a token", decode(0, z=torch.ones(1, 4, 3)), "z.shape is [1, 4, 3]"),
+    ("dt_softplus as text", decode(0, dt_softplus="false"), "dt_softplus is 'false'; allowed: True, False"),
+    ("dt_softplus as a number", decode(0, dt_softplus=1), "dt_softplus is 1; allowed: True, False"),
+    ("scale not a number", decode(1, scale=NAN), "scale is nan; allowed: None, or a finite number"),
+    ("scale as text", decode(2, scale="1"), "scale is '1'"),
+    ("dt with strided heads", decode(0, dt=lambda dt: dt.T.contiguous().T), "dt.stride() is (1, 2); allowed: the last"),
+    ("A strided", decode(0, A=(-torch.ones(8))[::2]), "A.stride() is (2,); allowed: the last 1 dimensions contiguous"),
+    ("D strided", decode(0, D=torch.ones(8)[::2]), "D.stride() is (2,)"),
+    ("dt_bias expanded", decode(0, dt_bias=torch.ones(1).expand(4)), "dt_bias.stride() is (0,)"),
+    ("dt sparse", decode(0, dt=lambda dt: dt.to_sparse()), "dt.layout is torch.sparse_coo; allowed: torch.strided"),
+    ("out with shared rows", decode(0, out=torch.empty(1, 4, 3).expand(2, 4, 3)), "out.stride() is (0, 3, 1)"),
+    ("a layer that is none", lambda c: mamba2_decode(None, c.begin_step([0]), *5 * [None]), "layer is 'NoneType'"),
+    ("a step that is none", lambda c: mamba2_decode(c.layer(0), None, *5 * [None]), "step is 'NoneType'"),
     ("out of another dtype", decode(0, out=torch.empty(2, 4, 3).double()), "out.dtype is torch.float64"),
     ("tokens for another batch", decode(0, slots=[0]), "x.shape is [2, 4, 3]; allowed: [1, 4, 3]"),
     ("q repeated to the v-heads", decode(1, q=lambda q: q.repeat(1, 2, 1)), "q.shape is [2, 2, 6]; allowed: [2, 1, 6]"),
@@ -128,6 +176,18 @@ WRONG: list[tuple[str, Call, str]] = [
     ("copy to fewer slots", lambda c: c.copy([0, 2], [1]), "dst_slots is '1 slots'; allowed: as many as src_slots (2)"),
     ("copy twice to a slot", lambda c: c.copy([0, 2], [1, 1]), "every slot once"),
     ("materialize more than committed", lambda c: c.materialize(0, [0], [6]), "num_tokens is [6]"),
+    ("materialize half a token", lambda c: c.materialize(0, [0], [0.5]), "num_tokens is [0.5]; allowed: integers"),
+    ("materialize floats", lambda c: c.materialize(0, [0], torch.ones(1)), "num_tokens.dtype is torch.float32"),
+    ("materialize elsewhere", lambda c: c.materialize(0, [0], META), "num_tokens.device is 'meta'; allowed: cpu"),
+    ("take back half a token", lambda c: c.take_back([0], [0.5]), "num_tokens is [0.5]; allowed: integers"),
+    ("take back nothing at all", lambda c: c.take_back([0], None), "num_tokens is None; allowed: integers"),
+    ("take back a bool", lambda c: c.take_back([0], [True]), "num_tokens is [True]; allowed: integers"),
+    ("take back too many bits", lambda c: c.take_back([0], [2**32]), "num_tokens is [4294967296]"),
+    (
+        "materialize into shared memory",
+        lambda c: c.materialize(0, [0, 2], out=torch.empty(1, 4, 3, 6).expand(2, -1, -1, -1)),
+        "out.stride() is (0, 18, 6, 1); allowed: memory of its own for every element",
+    ),
     ("materialize into the wrong shape", lambda c: c.materialize(0, [0], out=torch.empty(1)), "out.shape is [1]"),
     ("bind to a GDN layer", lambda c: c.bind(2, torch.ones(2)), "layer_idx is 2; allowed: a Mamba-2 layer"),
     ("no slots at all", lambda c: ReplayCache(c.plan, 0), "num_slots is 0"),
@@ -137,6 +197,7 @@ WRONG: list[tuple[str, Call, str]] = [
         lambda c: ReplayCache(c.plan, 2, cursors=torch.zeros(2, 4).long()),
         "cursors.dtype is torch.int64",
     ),
+    ("views that share memory", two_rows_of_views, "layers[0]['state'].stride() is (0, "),
     ("cursors transposed", lambda c: ReplayCache(c.plan, 4, cursors=torch.zeros(4, 4).int().T), "cursors.stride()"),
 ]
 

@@ -131,23 +131,6 @@ def test_the_reference_backend_serves_the_same_cache() -> None:
             torch.testing.assert_close(got, requests.states[slot][i])
 
 
-def test_small_batches_decode_stepwise_and_others_through_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches change between steps; each change of the route keeps every state exact."""
-    monkeypatch.setattr(type(small_plan()), "stepwise_batch", 1)
-    requests = Requests(ReplayCache(small_plan(), 3), 8)
-    requests.load([0, 1, 2])
-    for batch in (3, 3, 1, 1, 3, 1, 2, 2, 2, 2, 2, 2, 2, 1):
-        slots = [2, 0, 1][:batch]
-        assert requests.cache.begin_step(slots).stepwise is (batch == 1)
-        requests.step(slots, None, None)
-        requests.check()
-        assert (requests.cache.cursors[:, 1] == 0).all() == (batch == 1)
-    requests.step([0], [3], [2])
-    requests.check()
-    assert not requests.cache.begin_step([0], 2).stepwise
-    assert not requests.cache.begin_step([0], buffer_len=1).stepwise
-
-
 def test_a_plan_without_the_ring() -> None:
     requests = Requests(ReplayCache(small_plan(route="stepwise", num_draft_tokens=0), 3), 8)
     requests.load([0, 2])
@@ -156,6 +139,15 @@ def test_a_plan_without_the_ring() -> None:
         requests.check()
     assert (requests.cache.cursors[:, 1] == 0).all()
     assert requests.cache.plan.kernels(2)["gdn 2x5x6"] == "stepwise"
+    cache = requests.cache
+    for name, call in {
+        "parents": lambda: cache.begin_step([2, 0], parents=[-1, -1]),
+        "num_accepted_tokens": lambda: cache.commit(cache.begin_step([2, 0]), [1, 0]),
+        "accepted_paths": lambda: cache.commit(cache.begin_step([2, 0]), accepted_paths=[[0], [-1]]),
+        "num_tokens": lambda: cache.take_back([2], [1]),
+    }.items():
+        with pytest.raises(ReplayError, match=f"{name} is 'given with route stepwise'; allowed: None"):
+            call()
     assert small_plan().kernels(2)["gdn 2x5x6"] == "torch"
 
 
@@ -180,3 +172,21 @@ def test_windows_of_more_rows_than_the_gluon_kernel_lays_out_take_the_portable_o
     shape = WindowShape(16, 32, 128, 128, False, 4, 4, window_rows(16, 4), "sm90")
     assert window_config(8, shape).backend == "gluon"
     assert window_config(8, replace(shape, rows=window_rows(24, 4))).backend == "triton"
+
+
+def test_a_column_of_a_table_of_slots_is_made_contiguous_for_kernels() -> None:
+    cache = ReplayCache(small_plan(), 4)
+    table = torch.tensor([[0, 9], [3, 9], [2, 9]], dtype=torch.int32)
+    step = cache.begin_step(table[:, 0])
+    assert step.slot_indices.is_contiguous() and step.slot_indices.tolist() == [0, 3, 2]
+    whole = table[:, 0].contiguous()
+    assert cache.begin_step(whole).slot_indices is whole  # so that a graph follows what is written to it
+
+
+def test_a_cache_made_in_inference_mode_is_used_outside_of_it() -> None:
+    with torch.inference_mode():
+        requests = Requests(ReplayCache(small_plan(), 3), 4)
+    requests.load([0, 2])
+    for _ in range(8):
+        requests.step([2, 0], None, None)
+    requests.check()

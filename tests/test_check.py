@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from replayssm import GDNSpec, KDASpec, Mamba2Spec, ReplayCache, preset
+from replayssm import GDNSpec, KDASpec, Mamba2Spec, preset
 from replayssm.bench.decode import LayerBench, phase_bytes
 from replayssm.check import run_check
 from replayssm.check_cases import DTYPES, FORMATS, CheckCase, check_cases, shrink
@@ -136,18 +136,3 @@ def test_bench_schedules_flush_one_row_in_sixteen(monkeypatch: pytest.MonkeyPatc
     for launch in bench.launches("cycle"):
         launch()
     assert torch.isfinite(bench.out).all()
-
-
-def test_small_batches_are_checked_through_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that a plan would route around the ring must not be, or its cursors stand still under the ring's op."""
-    routes = []
-    begin = ReplayCache.begin_step
-
-    def begin_step(self: ReplayCache, *args: object, **options: object) -> object:
-        step = begin(self, *args, **options)
-        routes.append((self.plan.route, step.stepwise))
-        return step
-
-    monkeypatch.setattr(ReplayCache, "begin_step", begin_step)
-    assert run_check(CheckCase(SMALL[1], "bf16", "fp32", "decode", 1), CPU).passed
-    assert set(routes) == {("replay", False)}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replayssm.cli import demo_run, main
-from replayssm.cli.output import human_bytes
+from replayssm.cli.output import human_bytes, print_table
 from replayssm.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
@@ -115,6 +115,20 @@ WRONG = [
     (["env"], "extra", "extra"),
     (["demo"], "--tokens 0", "tokens is 0"),
     (["demo"], "--buffer-len 0", "buffer_len is 0"),
+    (["check"], "--device tpu", "device is 'tpu'; allowed: cpu, cuda or cuda:N"),
+    (["check"], "--device meta", "device is 'meta'"),
+    (["check"], "--device cuda:99", "device is 'cuda:99'; allowed: cpu"),
+    (["drift"], "gdn --text no-such-file", "--text"),
+    (["drift"], "gdn --text .", "--text"),
+    (["drift"], "gdn --out .", "out is '.'"),
+    (["drift"], "gdn --out no-such-folder/x", "out is 'no-such-folder/x'"),
+    (["drift"], "gdn --csv no-such-folder/x.csv", "--csv"),
+    (["drift"], "gdn --plot x.txt", "ends otherwise than in .pdf, .png, .svg"),
+    (["formats"], "gdn --text no-such-file", "--text"),
+    (["formats"], "no-such-model --budget -1", "budget is -1.0"),
+    (["formats"], "no-such-model --checkpoint int4", "checkpoint is 'int4'"),
+    (["formats"], "no-such-model", "model is 'no-such-model'"),
+    (["bench"], "--csv no-such-folder/x.csv", "--csv"),
 ]
 
 
@@ -135,6 +149,14 @@ def test_a_wrong_config_is_one_line_and_exit_code_2(capsys, tmp_path, content):
         assert code in (0, 2)
         return
     assert code == 2 and out == "" and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["demo", "drift gdn", "formats gdn", "drift gdn --plot x.png", "bench --plot x.png"])
+def test_packages_that_are_not_installed_are_named(capsys, monkeypatch, line):
+    monkeypatch.setattr("replayssm.env.package_version", lambda name: None)
+    assert main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert "is not installed; allowed after: pip install 'replayssm[" in error and error.count("\n") == 1
 
 
 def test_help_needs_no_torch():
@@ -163,8 +185,23 @@ def test_demo_tables_and_exit_code_of_a_disagreement(capsys, monkeypatch):
     assert "DISAGREEMENT" in out and "FAILED" in out and "ReplaySSM" in out and "trained" in out
 
 
+def test_a_narrow_terminal_cuts_no_number_off(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    row = ("int8+nvfp4+nvfp4/fp32", "1.23e-13", "4.56e-13", "100.00")
+    print_table("", [row], ("KL at", "1K", "128K", "same %"))
+    assert any(line.split() == list(row) for line in capsys.readouterr().out.splitlines())
+
+
 def test_human_bytes():
-    cases = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 50331648: "48.0 MiB", 160 * 2**20: "160 MiB", 2**40: "1.0 TiB"}
+    cases = {
+        0: "0 B",
+        1023: "1023 B",
+        1024: "1.0 KiB",
+        50331648: "48.0 MiB",
+        160 * 2**20: "160 MiB",
+        1010 * 2**10: "1010 KiB",
+        2**40: "1.0 TiB",
+    }
     assert {n: human_bytes(n) for n in cases} == cases
 
 

@@ -13,7 +13,7 @@ from tiny_models import available_architectures, tiny_config, tiny_model
 from replayssm import hf_config
 from replayssm.checks import ReplayError
 from replayssm.config import GDNSpec, KDASpec, Mamba2Spec
-from replayssm.hf_config import layer_specs, supported_model_types
+from replayssm.hf_config import layer_specs
 from replayssm.presets import PRESETS, preset
 
 ARCHITECTURES = available_architectures()
@@ -220,6 +220,15 @@ def test_missing_field_without_transformers_is_named(monkeypatch: pytest.MonkeyP
         ({"model_type": "mamba2", **RAW["mamba2"][0], "num_heads": "24"}, "num_heads is '24'; allowed: an integer"),
         ({"model_type": "mamba2", **RAW["mamba2"][0], "n_groups": 7}, "n_groups is 7; allowed: a divisor"),
         ({"model_type": "bamba", **RAW["bamba"][0], "mamba_d_head": 60}, "mamba_d_head is 60; allowed: the inner size"),
+        ({"model_type": "bamba", **RAW["bamba"][0], "mamba_n_heads": 0}, "mamba_n_heads|wrong value"),
+        ({"model_type": "bamba", **RAW["bamba"][0], "mamba_expand": "x"}, "model_type 'bamba' has a wrong value"),
+        ({"model_type": "qwen3_next", **RAW["qwen3_next"][0], "layer_types": 5}, "'qwen3_next' has a wrong value"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": 5}, "'nemotron_h' has a wrong value"),
+        ({"model_type": "kimi_linear", "linear_attn_config": 5}, "'kimi_linear' has a wrong value"),
+        (
+            {"model_type": "qwen3_next", "full_attention_interval": 0, "num_hidden_layers": 4},
+            "'qwen3_next' has a wrong value",
+        ),
         (
             {"model_type": "qwen3_next", **RAW["qwen3_next"][0], "layer_types": ["full_attention"]},
             "no SSM layers; allowed: at least one",
@@ -248,10 +257,6 @@ def test_raw_file_is_read_without_importing_transformers(tmp_path: Path) -> None
         f"assert len(layer_specs({str(tmp_path)!r})) == 3; assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_supported_model_types() -> None:
-    assert len(supported_model_types()) == 13
 
 
 @pytest.mark.parametrize(

@@ -17,4 +17,4 @@ DELTA = {
 @pytest.mark.parametrize("batch", [1, 8, 32, SPREAD_FROM, 256])
 def test_rows_that_trade_places_are_not_guessed(shape: delta.Shape, batch: int) -> None:
     config = delta.step_config(batch, shape)
-    assert config.settle == 0 or not (config.hint or config.guess or config.flushers)
+    assert config.settle == 0 or not (config.hint or config.flushers)

@@ -137,7 +137,7 @@ def test_load_reset_and_copy_treat_seeds() -> None:
         ({"rounding": "stochastic"}, "rounding is 'stochastic' with checkpoint 'fp32'"),
         (
             {"rounding": "stochastic", "checkpoint": "bf16", "route": "stepwise"},
-            "route 'stepwise'; allowed: route auto",
+            "route 'stepwise'; allowed: route replay",
         ),
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"read": "bf16", "route": "stepwise"}, "route is 'stepwise' with read 'bf16'; allowed with it: read 'none'"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import replayssm
-from replayssm import GDNSpec, KDASpec, Mamba2Spec, Plan, ReplayError, preset
+from replayssm import GDNSpec, KDASpec, Mamba2Spec, Plan, ReplayCache, ReplayError, preset
 from replayssm.config import LayerSpec
 from replayssm.traffic import cycle
 
@@ -132,8 +132,12 @@ def test_tensor_parallel_sizes() -> None:
         ({"layers": (GDNSpec(1, 1, 16, 16),) * 2}, "layer_idx 0 more than once"),
         ({"layers": (GDNSpec(1, 1, 24, 16),), "read": "int8"}, "divisible by 32"),
         ({"spread_flushes": "false"}, "spread_flushes is 'false'"),
-        ({"route": "fast"}, "route is 'fast'; allowed: auto, replay, stepwise"),
-        ({"route": "stepwise", "num_draft_tokens": 1}, "allowed with drafts: auto, replay"),
+        ({"spread_flushes": 1}, "spread_flushes is 1; allowed: None, True, False"),
+        ({"read": ((0, "int8"), (0, "bf16"))}, "read is ((0, 'int8'), (0, 'bf16'))"),
+        ({"device": "meta"}, "device is 'meta'; allowed: cpu, cuda or cuda:N"),
+        ({"device": None}, "device is None"),
+        ({"route": "fast"}, "route is 'fast'; allowed: replay, stepwise"),
+        ({"route": "stepwise", "num_draft_tokens": 1}, "allowed with drafts: replay"),
         ({"replay": "exact"}, "replay is 'exact'; allowed: auto, serial, chunk"),
         ({"replay": "chunk"}, "replay is 'chunk' with backend 'torch'"),
         ({"replay": "chunk", "device": "cuda", "activation": torch.float32}, "16-bit activations"),
@@ -157,12 +161,28 @@ def test_bad_plans_are_refused(options: dict[str, object], message: str, monkeyp
         (lambda: KDASpec(2, 4, 8, 8), "num_k_heads is 2; allowed for kda"),
         (lambda: KDASpec(2, 2, 8, 8, lower_bound=float("nan")), "lower_bound is nan"),
         (lambda: KDASpec(2, 2, 8, 8, lower_bound=5.0), "lower_bound is 5.0"),
+        (lambda: KDASpec(2, 2, 8, 8, lower_bound="-5"), "lower_bound is '-5'"),
+        (lambda: GDNSpec(2, 2, 8, 8, use_qk_l2norm="false"), "use_qk_l2norm is 'false'; allowed: True, False"),
     ],
 )
 def test_bad_layers_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ReplayError) as error:
         make()
     assert message in str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_cache_on_a_gpu_that_is_not_there() -> None:
+    plan = Plan((GDNSpec(1, 2, 32, 16),), device="cuda:3")
+    with pytest.raises(ReplayError, match=r"device is 'cuda:3'; allowed: cpu \(no CUDA device was found here\)"):
+        ReplayCache(plan, 1)
+
+
+def test_layers_that_a_plan_does_not_have() -> None:
+    plan = Plan((GDNSpec(1, 2, 32, 16, layer_idx=4),))
+    for ask in (plan.read_format, plan.replay_form):
+        with pytest.raises(ReplayError, match="layer_idx is 9; allowed: 4"):
+            ask(9)
 
 
 def test_small_caches_flush_in_lockstep_unless_told_otherwise() -> None:

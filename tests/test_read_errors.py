@@ -117,8 +117,10 @@ def test_a_file_of_states(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"layer1": (1, 2, 4, 32)}, "states is ['layer1']; allowed: tensors IDX.state, and IDX.queries beside them"),
-        ({"1.state": (1, 2, 4, 32), "2.queries": (1, 1, 3, 32)}, "states is ['2.queries']"),
+        ({"layer1": (1, 2, 4, 32)}, "states is 'layer1'; allowed: tensors IDX.state, and IDX.queries beside them"),
+        ({"1.state": (1, 2, 4, 32), "2.queries": (1, 1, 3, 32)}, "states is '2.queries'"),
+        ({"gdn.state": (1, 2, 4, 32)}, "states is 'gdn.state'"),
+        ({}, "states is 'an empty file'"),
         ({"1.state": (2, 4, 32)}, "states[1].shape is [2, 4, 32]; allowed: [any, any, any, any]"),
         ({"1.state": (1, 4, 4, 32), "1.queries": (1, 3, 3, 32)}, "a divisor of 4 heads"),
         ({"1.state": (1, 4, 4, 32), "1.queries": (1, 2, 3, 16)}, "queries[1].shape is [1, 2, 3, 16]"),

@@ -162,6 +162,23 @@ def test_copying_or_pickling_an_enabled_model(model: Any, handle: ReplayHandle) 
     run(model, max_new_tokens=2)
 
 
+def test_a_model_that_was_moved(model: Any, handle: ReplayHandle) -> None:
+    model.to("meta")
+    with pytest.raises(ReplayError, match=r"model\.device is 'meta'; allowed: cpu; after a move disable and enable"):
+        model(torch.ones(1, 3, dtype=torch.long, device="meta"), use_cache=True)
+
+
+def test_pickling_a_cache(model: Any, handle: ReplayHandle) -> None:
+    result = run(model, max_new_tokens=3)
+    with pytest.raises(ReplayError, match=r"cache is replaying; allowed: disable\(model\), or to_plain\(\)"):
+        pickle.dumps(result.past_key_values)
+    handle.disable()
+    loaded = pickle.loads(pickle.dumps(result.past_key_values))
+    for spec in handle.plan.layers:
+        ours, theirs = (cache.layers[spec.layer_idx] for cache in (loaded, result.past_key_values))
+        assert torch.equal(ours.recurrent_states[0], theirs.recurrent_states[0])
+
+
 class Broken(Exception):
     """Raised inside a forward call."""
 

@@ -32,6 +32,8 @@ WRONG = {
     "too few parents": (begin([-1, -1, 0]), "parents.shape is [3]; allowed: [4]"),
     "parents of int64": (begin(torch.zeros(4, dtype=torch.int64)), "parents.dtype is torch.int64; allowed"),
     "parents of floats": (begin([-1.0, -1, 0, 0]), "parents is [-1.0, -1, 0, 0]; allowed: integers"),
+    "parents of 40 bits": (begin([-1, 0, 2**40, 0]), "parents is [-1, 0, 1099511627776, 0]; allowed: integers"),
+    "path of 40 bits": (accept([[0], [2**40]]), "accepted_paths[1] is [1099511627776]; allowed: integers"),
     "parents as a matrix": (begin(torch.zeros(2, 2, dtype=torch.int32)), "parents.shape is [2, 2]; allowed: [4]"),
     "parents on another device": (begin(torch.zeros(4, dtype=torch.int32, device="meta")), "parents.device is 'meta'"),
     "path that skips a token": (accept([[0], [0, 3]]), "accepted_paths[1][1] is 3, whose parent is 2; allowed: a"),

@@ -19,7 +19,7 @@ def test_off(value: Any) -> None:
     assert chosen_options({"replayssm": value}, {ENVIRONMENT: "true"}) is None
 
 
-@pytest.mark.parametrize("text", ["true", "1", "{}", ' {"buffer_len": 16} '])
+@pytest.mark.parametrize("text", ["true", "True", "on", "yes", "1", "{}", ' {"buffer_len": 16} '])
 def test_on_by_the_environment(text: str) -> None:
     assert chosen_options({}, {ENVIRONMENT: text}) == Options(buffer_len=16)
     assert chosen_options(None, {ENVIRONMENT: text}) == Options(buffer_len=16)
@@ -29,6 +29,8 @@ def test_on_by_the_configuration() -> None:
     given = {"buffer_len": 8, "checkpoint": "bf16", "spread_flushes": False, "replay": "serial"}
     assert chosen_options({"replayssm": given}, {}) == Options(**given)
     assert chosen_options({"replayssm": True}, {}) == Options()
+    for word in (1, "true", "On", "1"):
+        assert chosen_options({"replayssm": word}, {}) == Options()
     assert chosen_options({"other": 1}, {}) is None
 
 
@@ -39,6 +41,13 @@ def test_on_by_the_configuration() -> None:
         ("yes please", "yes please"),
         (2, "2"),
         ([1], r"\[1\]"),
+        ([], r"is \[\]"),
+        (0.0, "is 0.0"),
+        ({1: 2}, "is 1; allowed: buffer_len"),
+        ({"buffer_len": "8"}, "buffer_len is '8'"),
+        ({"spread_flushes": 1}, "spread_flushes is 1; allowed: None, True, False"),
+        ({"read": {"0": "int8"}}, "read is"),
+        ({"checkpoint": "fp8"}, "allowed: None, fp32, fp16, bf16"),
     ],
 )
 def test_refused(value: Any, message: str) -> None:

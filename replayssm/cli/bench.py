@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replayssm.cli.output import JsonFlag, console, print_json, print_table
+from replayssm.cli.output import CsvFile, JsonFlag, PlotFile, console, print_json, print_table
 from replayssm.cli.plan import model_layers
 
 if TYPE_CHECKING:
@@ -35,15 +35,13 @@ def command(
     read: Annotated[str, typer.Option(help="Format of the read copy.")] = "none",
     replay: Annotated[str, typer.Option(help="How flushes run the ring: auto, serial or chunk.")] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel size: the times are those of one rank.")] = 1,
-    csv_path: Annotated[Path | None, typer.Option("--csv", help="Also write the numbers to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw them to this file (needs the plots extra).")] = None,
+    csv_path: CsvFile = None,
+    plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Time ordinary decoding, whole flush cycles and flushes of one layer, or windows, after checking that layer."""
     import torch
 
-    from replayssm.bench.measure import against, time_layer
-    from replayssm.bench.timing import measure_ceilings
     from replayssm.checks import ReplayError, check_int
     from replayssm.plan import Plan
 
@@ -61,15 +59,7 @@ def command(
         device="cuda",
     )
     plan.check_runnable()
-    out = console(stderr=True)
-    with out.status("checking") as status:
-        require_correct(spec, plan, batches)
-        status.update("measuring the ceilings")
-        before = measure_ceilings(torch.device("cuda"))
-        timings = time_layer(plan, batches, before, lambda b: status.update(f"batch {b}"))
-        status.update("measuring the ceilings again")
-        ceilings = before.best(measure_ceilings(torch.device("cuda")))
-        timings = against(timings, ceilings)
+    ceilings, timings = _measure(spec, plan, batches)
     if csv_path is not None:
         _write_csv(csv_path, model, timings)
     if plot is not None:
@@ -78,6 +68,22 @@ def command(
         print_json({"model": model, **environment(), **asdict(ceilings), "timings": [asdict(t) for t in timings]})
     else:
         _show(model, plan, ceilings, timings)
+
+
+def _measure(spec: LayerSpec, plan: Plan, batches: list[int]) -> tuple[Ceilings, list[Timing]]:
+    import torch
+
+    from replayssm.bench.measure import against, time_layer
+    from replayssm.bench.timing import measure_ceilings
+
+    with console(stderr=True).status("checking") as status:
+        require_correct(spec, plan, batches)
+        status.update("measuring the ceilings")
+        before = measure_ceilings(torch.device("cuda"))
+        timings = time_layer(plan, batches, before, lambda b: status.update(f"batch {b}"))
+        status.update("measuring the ceilings again")
+        ceilings = before.best(measure_ceilings(torch.device("cuda")))
+    return ceilings, against(timings, ceilings)
 
 
 def require_correct(spec: LayerSpec, plan: Plan, batches: list[int]) -> None:
@@ -156,12 +162,8 @@ def _write_csv(path: Path, model: str, timings: list[Timing]) -> None:
 
 
 def _draw(path: Path, model: str, timings: list[Timing]) -> None:
-    from replayssm.checks import ReplayError
+    from matplotlib.figure import Figure
 
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ReplayError("plot needs matplotlib; allowed after: pip install 'replayssm[plots]'") from error
     axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
     for phase in dict.fromkeys(timing.phase for timing in timings):
         points = [(t.batch, t.us / t.batch) for t in timings if t.phase == phase]

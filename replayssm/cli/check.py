@@ -66,14 +66,9 @@ def pick_device(device: str) -> torch.device:
     """The device by name, or the best one here; raises if it is not there."""
     import torch
 
-    from replayssm.checks import fail
+    from replayssm.plan_checks import present_device
 
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name.split(":")[0] not in ("cuda", "cpu"):
-        raise fail("device", name, "cuda, cuda:N or cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise fail("device", name, "cpu (no CUDA device was found here)")
-    return torch.device(name)
+    return present_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _distinct(model: str) -> list[LayerSpec]:

@@ -23,15 +23,14 @@ def command(
     """Generate with three small models, plain and replayed, and compare."""
     import torch
 
-    from replayssm.checks import ReplayError, check_int
+    from replayssm.checks import check_int
     from replayssm.cli.demo_run import PROMPT
-    from replayssm.env import package_version
+    from replayssm.env import require
     from replayssm.plan import MAX_BUFFER_LEN
 
     check_int("tokens", tokens, 1, 2048)
     check_int("buffer_len", buffer_len, 1, MAX_BUFFER_LEN)
-    if package_version("transformers") is None:
-        raise ReplayError("transformers is not installed; the demo needs it: pip install 'replayssm[transformers]'")
+    require("transformers", "transformers")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # The models' tensors are tiny: a second thread would only wait for the first.
     torch.set_num_threads(1)
@@ -52,8 +51,7 @@ def command(
 def _compare_all(device: torch.device, tokens: int, buffer_len: int, *, show: bool) -> list[Comparison]:
     from rich.progress import Progress
 
-    from replayssm.cli.demo_models import TITLES
-    from replayssm.cli.demo_run import compare
+    from replayssm.cli.demo_run import TITLES, compare
 
     results = []
     terminal = console(stderr=True)

@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
-from replayssm.cli.demo_models import TITLES, build
 from replayssm.cursors import NUM_FLUSHES
 
+TITLES = {
+    "mamba2": "Mamba-2 (nemotron_h)",
+    "gdn": "Gated DeltaNet (qwen3_5)",
+    "kda": "Kimi Delta Attention (kimi_linear)",
+}
 PROMPT = '''class LineReader:
     """Read a text file line by line."""
 
@@ -93,10 +97,12 @@ def compare(
     family: str, device: torch.device, tokens: int, buffer_len: int, on_token: Callable[[], object]
 ) -> Comparison:
     """Generate `tokens` bytes with the plain cache and with ReplaySSM, from the same prompt and seed."""
+    from replayssm.drift.models import load
     from replayssm.integrations.transformers import enable
 
     started = time.perf_counter()
-    model = build(family, device)
+    model = load(family, device)
+    model.generation_config.pad_token_id = 0
     plain = _generate(model, tokens, on_token)
     with enable(model, buffer_len=buffer_len) as handle:
         replay = _generate(model, tokens, on_token)

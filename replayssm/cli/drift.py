@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replayssm.cli.check import pick_device
-from replayssm.cli.output import JsonFlag, console, print_json, print_table
+from replayssm.cli.output import CsvFile, JsonFlag, PlotFile, TextFile, console, print_json, print_table
 
 if TYPE_CHECKING:
     import torch
@@ -25,29 +25,28 @@ def command(
         list[str] | None,
         typer.Option(help="READ/CHECKPOINT, then @N for a buffer_len or @token for ordinary decoding; repeatable."),
     ] = None,
-    text: Annotated[Path | None, typer.Option(help="A text file; default: modules of the standard library.")] = None,
+    text: TextFile = None,
     dtype: Annotated[str, typer.Option(help="Of weights and activations: fp32 or bf16.")] = "fp32",
     device: Annotated[str, typer.Option(help="cuda or cpu; default: a GPU if there is one.")] = "",
     jobs: Annotated[int, typer.Option(help="Variants that run at once.")] = 1,
     out: Annotated[Path | None, typer.Option(help="Keep results here (JSON lines), and skip those it holds.")] = None,
-    csv_path: Annotated[Path | None, typer.Option("--csv", help="Also write the numbers to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw them to this file (needs the plots extra).")] = None,
+    csv_path: CsvFile = None,
+    plot: PlotFile = None,
     json: JsonFlag = False,
 ) -> None:
     """Compare with fp32 ordinary decoding at 1K, 4K, 16K ... tokens of a given text."""
-    from replayssm.checks import ReplayError, check_choice, check_int
+    from replayssm.checks import check_choice, check_int
     from replayssm.drift.laboratory import ResultFile
     from replayssm.drift.report import draw, table, write_csv
     from replayssm.drift.variants import DEFAULTS, Variant
-    from replayssm.env import package_version
+    from replayssm.env import require
 
     check_int("length", length, 1024)
     check_int("jobs", jobs, 1, 64)
     check_choice("dtype", dtype, ("fp32", "bf16"))
     variants = [Variant.parse(name) for name in variant or DEFAULTS]
     where = pick_device(device)
-    if package_version("transformers") is None:
-        raise ReplayError("transformers is not installed; drift needs it: pip install 'replayssm[transformers]'")
+    require("transformers", "transformers")
     results = _measure(model, length, text, dtype, where, variants, ResultFile(out), jobs)
     if csv_path is not None:
         write_csv(csv_path, results)

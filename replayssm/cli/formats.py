@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replayssm.cli.check import pick_device
-from replayssm.cli.output import JsonFlag, console, human_bytes, print_json, print_table
+from replayssm.cli.output import JsonFlag, TextFile, console, human_bytes, print_json, print_table
 
 if TYPE_CHECKING:
     import torch
@@ -32,15 +32,16 @@ def command(
     ] = "fp32",
     worst_head: Annotated[bool, typer.Option(help="Judge a layer by its worst head instead of the mean.")] = False,
     tokens: Annotated[int, typer.Option(help="Tokens that a model goes through.")] = 512,
-    text: Annotated[
-        Path | None, typer.Option(help="A text for the model; default: modules of the standard library.")
-    ] = None,
+    text: TextFile = None,
     device: Annotated[str, typer.Option(help="cuda or cpu; default: a GPU if there is one.")] = "",
     json: JsonFlag = False,
 ) -> None:
     """Propose a read format for every layer within an error budget."""
-    from replayssm.read_errors import ReadErrors
+    from replayssm.env import require
+    from replayssm.read_errors import ReadErrors, check_budget
 
+    check_budget(budget, checkpoint)
+    require("transformers", "transformers")  # which brings safetensors
     errors = ReadErrors()
     if source.endswith(".safetensors"):
         from replayssm.captures import add_file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +12,38 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from replayssm.env import require
+
+PLOTS = (".pdf", ".png", ".svg")
+
+
+def _output_file(path: Path | None) -> Path | None:
+    """Checks the option of a file to write, before any work is done for it."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise typer.BadParameter(f"{str(path)!r} is a folder, or lies in none that is there")
+    return path
+
+
+def _plot_file(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in PLOTS:
+        raise typer.BadParameter(f"{str(path)!r} ends otherwise than in {', '.join(PLOTS)}")
+    if path is not None:
+        require("matplotlib", "plots")
+    return _output_file(path)
+
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+CsvFile = Annotated[
+    Path | None, typer.Option("--csv", help="Also write the numbers to this file.", callback=_output_file)
+]
+PlotFile = Annotated[
+    Path | None,
+    typer.Option("--plot", help="Also draw them to this file (needs the plots extra).", callback=_plot_file),
+]
+TextFile = Annotated[
+    Path | None,
+    typer.Option("--text", help="A text file; default: modules of the standard library.", exists=True, dir_okay=False),
+]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -34,13 +66,15 @@ def print_table(title: str, rows: Sequence[tuple[str, ...]], columns: tuple[str,
     out = console()
     if title:
         out.print(title)
+    # Wider than the terminal rather than with numbers cut off.
+    out.width = max(out.width, out.measure(table, options=out.options.update(max_width=1000)).maximum)
     out.print(table)
 
 
 def human_bytes(count: float) -> str:
-    """`count` in binary units with three significant digits: 50331648 -> '48.0 MiB'."""
+    """`count` in binary units with at least three significant digits: 50331648 -> '48.0 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count >= 100 else f"{count:.1f} {unit}"
+            return f"{count:.{0 if unit == 'B' or count >= 100 else 1}f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"

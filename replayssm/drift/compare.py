@@ -77,11 +77,6 @@ def compare(model: Any, tokens: torch.Tensor, reference: Run, run: Run) -> list[
     return found
 
 
-def _next(tokens: torch.Tensor) -> torch.Tensor:
-    """What each token is followed by; the last one is taken to repeat."""
-    return torch.cat((tokens[1:], tokens[-1:]))
-
-
 def _token_drift(reference: torch.Tensor, logits: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """KL, agreement, the run's log p of the next tokens `text` [t] and |Δ log p|, from logits [t, vocab]."""
     log_p, log_q = (x.double().log_softmax(-1) for x in (reference, logits))

@@ -20,8 +20,7 @@ from replayssm.checks import fail
 from replayssm.drift.scan import PIECE, Scan, scan
 from replayssm.drift.variants import Variant
 from replayssm.drift.windows import LayerInputs
-
-_EPS = 1e-6  # of the L2 norm of q and k
+from replayssm.ops.delta.gates import l2norm
 
 
 @dataclass
@@ -113,7 +112,7 @@ def _mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, D: Any = None, dt_bias: 
 def delta_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> LayerInputs:
     """q, k [T, k-heads, K] as they come; v [T, H, V]; log decays g [T, H] or [T, H, K]; beta [T, H]."""
     repeats = v.shape[1] // k.shape[1]
-    q, k = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + _EPS) for x in (q, k))
+    q, k = (l2norm(x.float()) for x in (q, k))
     q, k = (x.repeat_interleave(repeats, dim=1) for x in (q * q.shape[-1] ** -0.5, k))
     g = g.float() if g.dim() == 3 else g.float()[..., None]
     return LayerInputs(q, k, v.float(), g, beta.float())

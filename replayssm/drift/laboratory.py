@@ -47,8 +47,10 @@ class ResultFile:
     def __init__(self, path: Path | None) -> None:
         self._path, self._lock = path, Lock()
         self.results: list[Result] = []
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise fail("out", str(path), "a file in a folder that is there")
         if path is not None and path.exists():
-            for number, line in enumerate(path.read_text().splitlines(), 1):
+            for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
                 self.results.append(_parse(path, number, line))
 
     def find(self, setting: str, variant: str) -> Result | None:
@@ -60,7 +62,6 @@ class ResultFile:
         with self._lock:
             self.results.append(result)
             if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a") as file:
                     file.write(json.dumps(asdict(result)) + "\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from replayssm.checks import fail
 from replayssm.drift import local_attention
+from replayssm.hf_config import layer_specs
 
 MINIATURES = ("mamba2", "gdn", "kda")
 _FOLDER = Path(__file__).resolve().parents[2] / "miniatures"
@@ -30,11 +32,15 @@ def load(name: str, device: torch.device | str = "cpu", dtype: torch.dtype = tor
     logging.set_verbosity_error()  # each of its optional kernels that is absent would be a warning
     logging.disable_progress_bar()
     folder = model_folder(name)
-    config = AutoConfig.from_pretrained(folder)
-    attention = local_attention.register() if hasattr(config, "attention_window") else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
-    )
+    layer_specs(folder)  # a model without SSM layers is told in our words
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        attention = local_attention.register() if hasattr(config, "attention_window") else "sdpa"
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise fail("model", name, f"a folder that transformers loads ({error})") from error
     return model.to(device).eval()
 
 
@@ -46,15 +52,13 @@ def text_tokens(name: str, length: int, text: Path | None = None) -> torch.Tenso
     from replayssm.drift.text import held_out_text, library
 
     folder = model_folder(name)
-    if not (folder / "tokenizer.json").is_file():
-        data = held_out_text(length) if text is None else text.read_bytes()
-        tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-    else:
+    data = held_out_text(-1) if text is None else text.read_bytes()
+    tokens: Sequence[int] = data
+    if (folder / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
-        data = held_out_text(-1) if text is None else text.read_bytes()
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        tokens = torch.tensor(tokenizer(data.decode("utf-8", "replace"))["input_ids"])
+        tokens = tokenizer(data.decode("utf-8", "replace"))["input_ids"]
     if len(tokens) < length:
         raise fail("length", length, f"at most {len(tokens)}, the tokens of {text or library()}")
-    return tokens[:length]
+    return torch.tensor(list(tokens[:length]))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replayssm.checks import ReplayError
 from replayssm.drift.laboratory import Result
 from replayssm.drift.variants import Variant
 
@@ -61,10 +60,8 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
 
 def draw(path: Path, results: Sequence[Result]) -> None:
     """KL against the number of tokens, a panel a model and a line a variant."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ReplayError("plot needs matplotlib; allowed after: pip install 'replayssm[plots]'") from error
+    from matplotlib.figure import Figure
+
     models = list(dict.fromkeys(result.model for result in results))
     figure = Figure(figsize=(4.2 * len(models) + 2.2, 4.6), layout="constrained")
     panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]

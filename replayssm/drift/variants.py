@@ -54,7 +54,7 @@ class Variant:
         body, _, option = text.partition(":")
         formats, _, often = body.partition("@")
         read, slash, checkpoint = formats.partition("/")
-        if option not in OPTIONS or not slash or not (often in ("", "token") or often.isdigit()):
+        if option not in OPTIONS or not slash or not (often in ("", "token") or often.isdecimal()):
             raise fail("variant", text, "READ/CHECKPOINT, READ/CHECKPOINT@N or none/CHECKPOINT@token")
         if not set(read.split("+")) <= set(READ_FORMATS) or checkpoint not in FORMATS:
             names = f"one of {', '.join(READ_FORMATS)} / one of {', '.join(FORMATS)}"

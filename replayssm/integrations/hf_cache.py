@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 from weakref import WeakSet, ref
 
 import torch
@@ -193,7 +193,12 @@ class ReplayDynamicCache(RollbackCache):
             layer = self.layers[layer_idx]
             layer = self.layers[layer_idx] = recast(layer, type(layer).__mro__[2])
             layer.recurrent_states = {0: None if state is None else state.contiguous()}
-        self.core, self.is_recording = None, False
+        self.core, self.is_recording, self._users = None, False, None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if self.is_replaying:
+            raise ReplayError("cache is replaying; allowed: disable(model), or to_plain(), before it is pickled")
+        return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayDynamicCache:
         copied = type(self).__new__(type(self))

@@ -119,6 +119,6 @@ def replay_class(base: type) -> type:
 def recast(layer: Any, to: Any) -> Any:
     """The same layer as another class; its recurrent state is left behind."""
     other = to.__new__(to)
-    left = ("recurrent_states", "past", "_inputs")
+    left = ("recurrent_states", "past", "_inputs", "owner")
     other.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in left})
     return other

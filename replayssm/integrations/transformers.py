@@ -91,6 +91,10 @@ class ReplayHandle:
         tokens = self._signature.tokens(args, kwargs)
         if tokens is None:
             return changed
+        if tokens.device.type != torch.device(self.plan.device).type:
+            raise fail(
+                "model.device", str(tokens.device), f"{self.plan.device}; after a move disable and enable it anew"
+            )
         cache.join(self._caches)
         head_len = cache.begin_call(tokens.shape[1])
         if (head_len or cache.is_step(tokens.shape[1])) and torch.is_grad_enabled():
@@ -177,14 +181,15 @@ def enable(
     activation: torch.dtype | None = None,
     backend: str = "auto",
     spread_flushes: bool | None = None,
-    route: str = "auto",
+    route: str = "replay",
     replay: str = "auto",
     rounding: str = "nearest",
     seed: int = 0,
 ) -> ReplayHandle:
     """Let `model.generate(...)` and `model(...)` decode through ReplaySSM, until `disable`.
 
-    A cache that the caller passes is used as it is: a ReplayDynamicCache replays, any other one decodes as before.
+    model: the one that is called (of which only a part is enabled, a model generates with its own plain cache). A cache
+    that the caller passes is used as it is: a ReplayDynamicCache replays, any other one decodes as before.
     num_draft_tokens: most drafts that assisted generation (`assistant_model=`, `prompt_lookup_num_tokens=`) verifies in
     one call; an assistant that was not told how many to draft drafts at most as many. A model that is an assistant
     itself drafts at most buffer_len - 1.
@@ -215,20 +220,22 @@ def enable(
             "model is enabled with other options already; allowed: the same options, or disable(model) first"
         )
     if handle is None:
-        families = set(plan.family_counts)
-        # All SSM layers have a short convolution; other parts may come from other models' modules.
-        modules = {sys.modules[type(module).__module__] for module in decoder.modules() if hasattr(module, "conv1d")}
-        patched = hf_route.acquire(modules, families)
-        wanted = {calls[family][0] for family in families for calls in (hf_route.DECODE_CALLS, hf_route.WINDOW_CALLS)}
-        if {name for _, name in patched} != wanted:
-            hf_route.release(patched)
-            names = ", ".join(sorted(wanted))
-            raise fail(
-                "model", type(model).__name__, f"a model whose module calls {names}, as in transformers 5.17 to 5.24"
-            )
-        handle = ReplayHandle(decoder, config, plan, patched)
+        handle = ReplayHandle(decoder, config, plan, _patch(decoder, type(model).__name__, set(plan.family_counts)))
     handle.route_generate(model)
     return handle
+
+
+def _patch(decoder: nn.Module, name: str, families: set[str]) -> list[tuple[ModuleType, str]]:
+    """Route the calls of the modules that the SSM layers come from; raises unless all that are wanted are there."""
+    # All SSM layers have a short convolution; other parts may come from other models' modules.
+    modules = {sys.modules[type(module).__module__] for module in decoder.modules() if hasattr(module, "conv1d")}
+    patched = hf_route.acquire(modules, families)
+    wanted = {calls[family][0] for family in families for calls in (hf_route.DECODE_CALLS, hf_route.WINDOW_CALLS)}
+    if {name for _, name in patched} != wanted:
+        hf_route.release(patched)
+        names = ", ".join(sorted(wanted))
+        raise fail("model", name, f"a model whose module calls {names}, as in transformers 5.17 to 5.24")
+    return patched
 
 
 def disable(model: nn.Module) -> None:

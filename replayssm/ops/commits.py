@@ -13,6 +13,7 @@ import torch
 from replayssm import cursors as torch_cursors
 from replayssm.cursors import Step
 from replayssm.ops import moves
+from replayssm.ops.library import register
 
 _ROWS = "Tensor slot_indices, Tensor? query_start_loc, Tensor? num_accepted_tokens, Tensor? accepted_paths=None"
 _TABLE = "Tensor? table=None, int word_bytes=0"
@@ -22,8 +23,9 @@ SCHEMAS = {
     "move_rows": "Tensor(a!)[] rings, Tensor cursors, Tensor slot_indices, Tensor accepted_paths, "
     f"{_TABLE}, *, int pad_slot_id",
 }
-_TORCH: dict[str, Callable[..., None]] = {
+_TORCH: dict[str, Callable[..., Any]] = {
     "commit": torch_cursors.commit_rows,
+    "follow_windows": torch_cursors.follow_windows,
     "take_back": torch_cursors.take_back,
     "move_rows": moves.move_rows,
 }
@@ -63,17 +65,17 @@ class CommitOps:
         self._move_rows(self._rings, self._cursors, *rows, *table, pad_slot_id=step.pad_slot_id)
 
 
-def commit_function(name: str, backend: str, device: torch.device) -> Callable[..., None]:
-    """The op, where the dispatcher would pick the backend for the device; else the backend's own function."""
-    if (backend, device.type) in (("torch", "cpu"), ("triton", "cuda")):
-        op: Callable[..., None] = getattr(torch.ops.replayssm, name)
+def commit_function(name: str, backend: str, device: torch.device) -> Callable[..., Any]:
+    """The op, if it is one and the dispatcher would pick the backend for the device; else the backend's function."""
+    if name in SCHEMAS and (backend, device.type) in (("torch", "cpu"), ("triton", "cuda")):
+        op: Callable[..., Any] = getattr(torch.ops.replayssm, name)
         return op
     return _triton(name) if backend == "triton" else _TORCH[name]
 
 
 @functools.cache
-def _triton(name: str) -> Callable[..., None]:
-    function: Callable[..., None] = getattr(importlib.import_module("replayssm.ops.commit_launch"), name)
+def _triton(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module("replayssm.ops.commit_launch"), name)
     return function
 
 
@@ -84,20 +86,4 @@ def _on_gpu(name: str) -> Callable[..., None]:
     return run
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _register() -> None:
-    library = torch.library.Library("replayssm", "FRAGMENT")
-    for name, schema in SCHEMAS.items():
-        library.define(f"{name}({schema}) -> ()")
-        library.impl(name, _TORCH[name], "CPU")
-        library.impl(name, _on_gpu(name), "CUDA")
-        torch.library.register_fake(f"replayssm::{name}", _do_nothing, lib=library)
-    _LIBRARIES.append(library)
-
-
-# A Library must outlive its registrations.
-_LIBRARIES: list[torch.library.Library] = []
-_register()
+register(SCHEMAS, _TORCH.__getitem__, _on_gpu)

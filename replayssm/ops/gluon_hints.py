@@ -32,27 +32,6 @@ def guess_slot(slot_index):
 
 
 @gluon.jit
-def peek(slot_index):
-    """A row's slot as memory holds it now, past the L1 cache; a guess until the kernel before is done."""
-    return gl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [slot_index], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def load_cursors(cursors, slot):
-    """(start, committed rows, limit) of a slot."""
-    at = cursors + slot.to(gl.int64) * 4
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2)
-
-
-@gluon.jit
-def load_cursors_of_guess(cursors, guess, num_slots):
-    """`load_cursors` of a guessed slot, before the row's slot is known; of slot 0 if there is no such slot."""
-    return load_cursors(cursors, gl.where((guess >= 0) & (guess < num_slots), guess, 0))
-
-
-@gluon.jit
 def prefetch(at, slot, num_slots, slot_bytes, nbytes):
     """Ask for `nbytes` (a multiple of 16) of a guessed slot; `at` is their place in slot 0."""
     gl.inline_asm_elementwise(

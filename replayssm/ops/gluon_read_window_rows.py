@@ -16,9 +16,10 @@ def rank_of_rows(
     """Each row's number among those that flush in this step, -1 for others [BLOCK_B]; and how many flush."""
     row = gl.arange(0, BLOCK_B, layout=L)
     slot = gl.load(slot_indices + row, mask=row < batch, other=-1).to(gl.int64)
+    # All of them beside the slots, so that only the cursors wait for those.
+    first = gl.load(query_start_loc + row, mask=row < batch, other=0)
+    length = gl.load(query_start_loc + row + 1, mask=row < batch, other=0) - first
     owned = (row < batch) & (slot != pad_slot_id) & (slot >= 0) & (slot < num_slots)
-    first = gl.load(query_start_loc + row, mask=owned, other=0)
-    length = gl.load(query_start_loc + row + 1, mask=owned, other=0) - first
     count = gl.load(cursors + slot * 4 + 1, mask=owned, other=0)
     limit = gl.load(cursors + slot * 4 + 2, mask=owned, other=0)
     flushes = (count > 0) & (count + length > gl.minimum(limit, buffer_len))

@@ -118,7 +118,7 @@ def _delta_cases(
     more |= {"RAW": True, "HAS_BIAS": True, "BOUNDED": kda, "NORM": True}
     config = delta.read_window_config(batch, shape, 16, tokens)
     kernels = (delta_kernels.delta_read_window_flush_kernel, delta_kernels.delta_read_window_kernel)
-    for kernel, (_, known) in zip(kernels, delta.gluon_launches(config, batch, shape, "chunk"), strict=True):
+    for kernel, (_, known) in zip(kernels, delta.gluon_launches(config, batch, shape, True), strict=True):
         yield _case(f"delta-{label}", kernel, read, state, tokens, known | more, arch)
 
 

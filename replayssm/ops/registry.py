@@ -1,14 +1,12 @@
 """Registers the ops with torch and picks, once a cache, the functions that a backend runs.
 
-`torch.ops.replayssm.*` run the vectorised torch code on a CPU and the Triton kernels on a GPU. They write their
-results in place and return nothing, so their fake implementations do nothing.
+`torch.ops.replayssm.*` run the vectorised torch code on a CPU and the Triton kernels on a GPU.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import torch
 
 from replayssm.checks import fail
 from replayssm.config import Family
-from replayssm.ops import commits as _commits  # noqa: F401
+from replayssm.ops.library import register
 
 _MAMBA2_IN = "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias"
 _MAMBA2_RING = "Tensor(b!) ring_x, Tensor(c!) ring_B, Tensor(d!) ring_dt"
@@ -80,10 +78,9 @@ def launch_module(family: Family) -> Any:
     return importlib.import_module(f"replayssm.ops.{op_family(family)}.launch")
 
 
-def read_launch_module(family: Family) -> Any | None:
+def read_launch_module(family: Family) -> Any:
     """The module that launches a family's kernels for read copies: `supports` and `route` tell a plan what it has."""
-    name = f"replayssm.ops.{op_family(family)}.read_launch"
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+    return importlib.import_module(f"replayssm.ops.{op_family(family)}.read_launch")
 
 
 def read_window_launch_module(family: Family) -> Any:
@@ -154,20 +151,4 @@ def _on_device(name: str, backend: str) -> Callable[..., None]:
     return run
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _register() -> None:
-    library = torch.library.Library("replayssm", "DEF")
-    for name, schema in SCHEMAS.items():
-        library.define(f"{name}({schema}) -> ()")
-        library.impl(name, _on_device(name, "torch"), "CPU")
-        library.impl(name, _on_device(name, "triton"), "CUDA")
-        torch.library.register_fake(f"replayssm::{name}", _do_nothing, lib=library)
-    _LIBRARIES.append(library)
-
-
-# A Library must outlive its registrations.
-_LIBRARIES: list[torch.library.Library] = []
-_register()
+register(SCHEMAS, lambda name: _on_device(name, "torch"), lambda name: _on_device(name, "triton"))

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import relative_error
 
-from replayssm import GDNSpec, KDASpec, LayerSpec, Mamba2Spec, Plan, ReplayCache, Step, delta_decode
+from replayssm import GDNSpec, KDASpec, LayerSpec, Mamba2Spec, Plan, ReplayCache, Step
 from replayssm.check import run_check
 from replayssm.check_cases import FORMATS, SHAPES, CheckCase, check_cases
 from replayssm.layer import layer_shapes
@@ -61,7 +60,7 @@ class Layer:
 
     def __init__(self, spec: LayerSpec, num_slots: int, seed: int = 0, **options: object) -> None:
         self.spec = replace(spec, layer_idx=0)
-        defaults = {"device": "cuda", "activation": torch.bfloat16, "spread_flushes": False, "route": "replay"}
+        defaults = {"device": "cuda", "activation": torch.bfloat16, "spread_flushes": False}
         self.plan = Plan((self.spec,), **(defaults | options))
         self.generator = torch.Generator().manual_seed(seed)
         self.parameters = random_parameters(spec, self.generator)
@@ -249,30 +248,3 @@ def test_engine_pages_with_padding_between_slots(spec: LayerSpec, batch: int) ->
     assert torch.equal(own.cache.materialize(0, slots - 1), paged.cache.materialize(0, slots))
     assert torch.equal(pages[[0, batch + 1, batch + 2]], idle)
     assert (pages[:, -192:] == 0xFF).all()
-
-
-def test_the_smallest_batches_may_decode_stepwise_and_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small batches decode stepwise, larger ones through the ring; states follow the stepwise kernel either way."""
-    monkeypatch.setattr(Plan, "stepwise_batch", 4)
-    layer, large = Layer(FAMILIES[2], 40, route="auto"), 5
-    state = torch.randn(40, *FAMILIES[2].state_shape, generator=layer.generator).cuda()
-    layer.cache.load(list(range(40)), {0: state})
-    stepwise = layer.cache.layer(0).state.clone()
-    routes = []
-    for batch in [1] * 5 + [large] * 20 + [1] * 5:
-        slots = list(range(batch))
-        step, inputs = layer.cache.begin_step(slots), layer.inputs(batch)
-        every = {n: v.cuda() for n, v in (inputs | layer.parameters).items()}
-        delta_decode(layer.cache.layer(0), step, **every)
-        layer.cache.commit(step)
-        out = torch.empty(batch, *FAMILIES[2].state_shape[:2], dtype=torch.bfloat16, device="cuda")
-        layer.cache.layer(0).ops.stepwise(
-            *(*positional(layer.spec, every), stepwise, torch.tensor(slots, device="cuda").int(), None, out),
-            pad_slot_id=-1,
-            max_window_len=1,
-            **op_options(layer.spec),
-        )
-        routes.append(step.stepwise)
-    assert routes == [True] * 5 + [False] * 20 + [True] * 5
-    got = layer.cache.materialize(0, list(range(40)))
-    assert torch.isfinite(got).all() and relative_error(got, stepwise) < 1e-6

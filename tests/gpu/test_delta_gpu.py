@@ -111,17 +111,6 @@ def test_every_configuration(kda: bool, size: int, config: configs.LaunchConfig)
     check_steps(dims, 17, 18, config=config)
 
 
-@pytest.mark.parametrize(
-    "dims",
-    [QWEN, KIMI, replace(QWEN, raw=False), replace(KIMI, raw=False), replace(KIMI, lower_bound=-5.0, bias=False)],
-    ids=["qwen", "kimi", "qwen, processed gates", "kimi, processed gates", "kimi, lower bound"],
-)
-@pytest.mark.parametrize("appenders", [1, 2, 4])
-def test_tokens_that_programs_of_their_own_append(dims: Dims, appenders: int) -> None:
-    hints = {"early": 16, "hint": 1, "hint_rows": 16, "hint_first": 5, "guess": True}
-    check_steps(dims, 9, 20, config=configs._step(64, 1, 1, 128, appenders=appenders, **hints))
-
-
 @pytest.mark.parametrize("dims", [QWEN, KIMI, replace(QWEN, head_k_dim=64)], ids=["qwen", "kimi", "k64"])
 def test_checkpoints_equal_stepwise_bit_for_bit(dims: Dims) -> None:
     """After 64 windows, by every step configuration and whatever tile the stepwise kernel has."""

@@ -22,7 +22,7 @@ def test_logits_of_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = {key: value.cuda() for key, value in prompts().items()}
     monkeypatch.setattr("generation_runs.prompts", lambda seed=0: on_gpu)
     plain, _ = forced_logits(model, tokens)
-    with enable(model, route="replay") as handle:
+    with enable(model) as handle:
         replay, cache = forced_logits(model, tokens)
         assert handle.plan.backend == "triton"
         assert int(cache.core.cursors[:, 3].min()) >= 3

@@ -205,7 +205,7 @@ def test_a_thousand_windows_equal_decoding_the_accepted_tokens(
 @pytest.mark.parametrize("spec", FAMILIES, ids=name)
 def test_a_captured_window_step_follows_slots_cursors_and_acceptance(spec: LayerSpec, tree: bool) -> None:
     """One graph of begin, decode and commit, replayed over several cycles while all of its inputs change in place."""
-    eager, graphed = (Requests(spec, 8, list(range(8)), route="replay") for _ in range(2))
+    eager, graphed = (Requests(spec, 8, list(range(8))) for _ in range(2))
     window, batch = DRAFTS + 1, 4
     slots = torch.tensor([3, 1, -1, 6], dtype=torch.int32, device="cuda")
     starts = torch.arange(0, batch * window + 1, window, dtype=torch.int32, device="cuda")

@@ -56,15 +56,6 @@ def once_each(blocks: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(blocks).index_copy_(0, order, torch.where(repeated, NULL_BLOCK, ordered))
 
 
-def _follow_function(backend: str) -> Callable[..., torch.Tensor]:
-    """`replayssm.cursors.follow_windows`, or one launch that does the same."""
-    if backend != "triton":
-        return cursor_ops.follow_windows
-    from replayssm.ops.commit_launch import follow_windows
-
-    return follow_windows
-
-
 class Group:
     """Cursors [num_blocks, 4] of one group, read by every layer and moved once a step.
 
@@ -90,7 +81,7 @@ class Group:
         self._rows = Rows()
         self._started = 0
         self._commit = commit_function("commit", plan.backend, device)
-        self._follow = _follow_function(plan.backend)
+        self._follow = commit_function("follow_windows", plan.backend, device)
         self._limits = {"buffer_len": plan.buffer_len, "ring_len": plan.ring_len, "pad_slot_id": NULL_BLOCK}
 
     def begin(self, layer_name: str, rows: Callable[[], Rows]) -> Rows:

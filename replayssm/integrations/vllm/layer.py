@@ -28,6 +28,7 @@ class ReplayLayer:
     """
 
     plan: Plan | None = None
+    max_batch: int = 1
     group: Group | None = None
     _pages: Any = ()
     _views: LayerCache | None = None
@@ -50,9 +51,9 @@ class ReplayLayer:
             device=vllm_config.device_config.device,
             spread_flushes=options.spread_flushes,
             replay=options.replay,
-            route="replay",
         )
         self.plan.check_runnable()
+        self.max_batch = vllm_config.scheduler_config.max_num_seqs
         connect(vllm_config)
 
     @property

@@ -16,6 +16,7 @@ from replayssm.plan_checks import REPLAYS
 KEY = "replayssm"
 ENVIRONMENT = "REPLAYSSM_VLLM"
 STATE_DTYPES = {format.dtype: name for name, format in CHECKPOINT_FORMATS.items() if format.dtype is not None}
+ON = ("1", "true", "on", "yes")
 OFF = ("", "0", "false", "off", "no", "null", "none")
 
 
@@ -49,24 +50,18 @@ def chosen_options(additional_config: object, environ: Mapping[str, str] = os.en
     if isinstance(additional_config, Mapping) and KEY in additional_config:
         return _parse(f"additional_config[{KEY!r}]", additional_config[KEY])
     text = environ.get(ENVIRONMENT, "")
-    if text.strip().lower() in OFF:
-        return None
     try:
-        value = json.loads(text)
-    except ValueError:
-        raise fail(ENVIRONMENT, text, 'a JSON object such as {"buffer_len": 16}, true or false') from None
-    return _parse(ENVIRONMENT, value)
+        return _parse(ENVIRONMENT, json.loads(text))
+    except json.JSONDecodeError:
+        return _parse(ENVIRONMENT, text)
 
 
 def _parse(source: str, value: Any) -> Options | None:
-    if value is None or value is False or (type(value) is int and value == 0):
-        return None
-    if isinstance(value, str) and value.strip().lower() in OFF:
-        return None
-    if value is True or (type(value) is int and value == 1):
-        return Options()
+    word = str(value).strip().lower() if value is None or isinstance(value, (int, str)) else None
+    if word in ON or word in OFF:
+        return Options() if word in ON else None
     if not isinstance(value, Mapping):
-        raise fail(source, value, "an object of options, true or false")
+        raise fail(source, value, 'an object of options such as {"buffer_len": 16}, true or false')
     names = [field.name for field in fields(Options)]
     for name in value:
         check_choice(f"a name in {source}", name, names)

@@ -82,9 +82,10 @@ def form_groups(ordered_names: list[str], layers: dict[str, Any], kv_cache_group
 
 
 def _log(ordered_names: list[str], layers: dict[str, Any], groups: list[Group]) -> None:
-    """One line that says what runs through replay and what does not."""
+    """What runs through replay and what does not, and the kernels of the largest batch; a line each."""
     from vllm.logger import init_logger
 
+    log = init_logger("vllm.replayssm").info_once
     by_kind: dict[str, int] = {}
     for name in ordered_names:
         plan = getattr(layers[name], "plan", None)
@@ -94,9 +95,10 @@ def _log(ordered_names: list[str], layers: dict[str, Any], groups: list[Group]) 
     if groups:
         plan = groups[0].plan
         chosen = f"; buffer_len {plan.buffer_len}, checkpoint {plan.checkpoint}, read {plan.read}, {plan.backend}"
-    init_logger("vllm.replayssm").info_once(
-        "replayssm: %s%s", ", ".join(f"{count} {kind}" for kind, count in by_kind.items()), chosen
-    )
+    log("replayssm: %s%s", ", ".join(f"{count} {kind}" for kind, count in by_kind.items()), chosen)
+    for layer in replayed(layers).values():
+        for kind, kernel in layer.plan.kernels(layer.max_batch).items():
+            log("replayssm: %s, %d requests: %s", kind, layer.max_batch, kernel)
 
 
 def _title(spec: LayerSpec) -> str:

@@ -51,6 +51,13 @@ def kernel_of(name: str, config: LaunchConfig, state: torch.Tensor, num_k_heads:
     return _function("gluon", name), options
 
 
+def chunks(replay: str) -> bool:
+    """Whether a flush takes the chunk form."""
+    if replay not in ("serial", "chunk"):
+        raise fail("replay", replay, "'serial' or 'chunk'")
+    return replay == "chunk"
+
+
 def tiles_of(config: LaunchConfig, state: torch.Tensor) -> int:
     return int(state.shape[1]) * triton.cdiv(state.shape[2], config.block_v)
 
@@ -67,16 +74,16 @@ def token_strides(
     return tuple(stride for x in (q, k, v, g, beta, out) for stride in x.stride()[:2])
 
 
-def slot_strides(config: LaunchConfig, tensor: torch.Tensor) -> tuple[int, int]:
+def slot_strides(backend: str, tensor: torch.Tensor) -> tuple[int, int]:
     """Slot and head stride in elements, or (Gluon) in 16-byte chunks, which proves the alignment to the compiler."""
-    per_chunk = 16 // tensor.element_size() if config.backend == "gluon" else 1
+    per_chunk = 16 // tensor.element_size() if backend == "gluon" else 1
     return tensor.stride(0) // per_chunk, tensor.stride(1) // per_chunk
 
 
-def ring_strides(config: LaunchConfig, rings: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+def ring_strides(backend: str, rings: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     """Slot and head strides of ring_k, ring_v, ring_u, ring_g, ring_beta; those of ring_v and ring_u as the state's."""
     ring_k, ring_v, ring_u, ring_g, ring_beta = rings
-    values = (*slot_strides(config, ring_v), *slot_strides(config, ring_u))
+    values = (*slot_strides(backend, ring_v), *slot_strides(backend, ring_u))
     return (*ring_k.stride()[:2], *values, *ring_g.stride()[:2], *ring_beta.stride()[:2])
 
 

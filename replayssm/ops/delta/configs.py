@@ -18,10 +18,8 @@ class LaunchConfig:
     (None: all; what is requested later does not delay the ring's rows); settle: a flushing row in the last 1 / settle
     of the batch trades places with an early one (0: off); interleave: rows whose programs alternate; pdl: programmatic
     dependent launch; hint: before the previous kernel is done, ask the memory for the state (1; its first hint_rows
-    V-rows a program, if not 0), and for the ring's rows, dead ones too (2), by the first hint_first programs (0: all);
-    guess: load the cursors of the slot that was named then; flushers: so many flushing rows have programs of their own,
-    a tile each (in batches of at most 64 rows); appenders: so many programs a row write
-    the new tokens after all others (0: each program its own). settle excludes hint, guess and flushers. tensor_cores:
+    V-rows a program, if not 0), and for the ring's rows, dead ones too (2); flushers: so many flushing rows have
+    programs of their own, a tile each (in batches of at most 64 rows). settle excludes hint and flushers. tensor_cores:
     they read a 16-bit checkpoint, in tiles of 16 V-rows a warp.
     """
 
@@ -37,10 +35,7 @@ class LaunchConfig:
     early: int | None = None
     hint: int = 0
     hint_rows: int = 0
-    hint_first: int = 0
     flushers: int = 0
-    appenders: int = 0
-    guess: bool = False
     tensor_cores: bool = False
 
     def __str__(self) -> str:
@@ -82,7 +77,7 @@ STEP = {
         (192, _step(64, 1, 1, 128, early=16, hint=2)),
         (768, _step(64, 1, 1, 128, early=16, hint=2, hint_rows=16)),
         (1536, _step(64, 2, 1, 128, early=16, hint=2, hint_rows=16, flushers=1)),
-        (3072, _step(64, 2, 1, 128, early=16, flushers=3)),
+        (3072, _step(64, 2, 1, 128, early=16, hint=1, hint_rows=16, flushers=3)),
         (6144, _step(64, 8, 1, 128, early=16, flushers=3)),
         (12288, _step(64, 4, 1, 128, early=16, settle=2, interleave=8)),
         (24576, _step(64, 4, 2, 168, settle=8, interleave=8)),
@@ -92,8 +87,8 @@ STEP = {
         (192, _step(32, 1, 1, 96, early=8, hint=2)),
         (768, _step(64, 2, 2, 128, early=16, hint=2, hint_rows=16, tensor_cores=True)),
         (1536, _step(64, 2, 1, 128, early=16, hint=2, hint_rows=16, tensor_cores=True)),
-        (3072, _step(64, 4, 1, 128, early=16, flushers=3, tensor_cores=True)),
-        (6144, _step(64, 8, 2, 128, early=16, hint=2, hint_rows=16, flushers=3, tensor_cores=True)),
+        (3072, _step(64, 4, 2, 128, early=16, hint=1, hint_rows=16, flushers=3, tensor_cores=True)),
+        (6144, _step(64, 8, 2, 128, early=16, hint=1, hint_rows=16, flushers=3, tensor_cores=True)),
         (12288, _step(64, 4, 1, 128, early=16, flushers=3, tensor_cores=True)),
         (1 << 40, _step(64, 8, 2, 128, settle=8, interleave=8, tensor_cores=True)),
     ),
@@ -137,8 +132,7 @@ def step_options(config: LaunchConfig) -> dict[str, Any]:
     early = config.block_v if config.early is None else config.early
     options = {"NUM_TILES": config.num_tiles, "STAGES": config.stages, "EARLY": early, "SETTLE": config.settle}
     options |= {"INTERLEAVE": config.interleave, "HINT": config.hint, "HINT_ROWS": config.hint_rows}
-    options |= {"HINT_FIRST": config.hint_first, "FLUSHERS": config.flushers, "APPENDERS": config.appenders}
-    return options | {"TENSOR_CORES": config.tensor_cores, "GUESS": config.guess}
+    return options | {"FLUSHERS": config.flushers, "TENSOR_CORES": config.tensor_cores}
 
 
 @cache

@@ -11,10 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from replayssm.ops.delta.gluon_read_codes import as_shape
-from replayssm.ops.delta.gluon_read_encode import squared_error
+from replayssm.ops.delta.gluon_read_encode import second_minus_first
 from replayssm.ops.delta.gluon_read_lean import encode_int8, encode_nvfp4
 from replayssm.ops.gluon_chunk import PIECE, from_pieces, in_chunk_order, split3, to_pieces
-from replayssm.ops.gluon_encode import from_e4m3, larger, row_scale, to_e4m3, to_e4m3_and_back
+from replayssm.ops.gluon_encode import larger, row_scale, to_e4m3_and_back
 
 COLUMNS = gl.constexpr(8)
 
@@ -97,10 +97,7 @@ def fp8_rows(S):
     error = gl.zeros_like(largest).to(gl.int32)
     for c in gl.static_range(len(S)):
         x = gl.where(gl.expand_dims(finite, 1), S[c], 0.0)
-        unit = gl.expand_dims(inverse, 1)
-        off_1 = (x - from_e4m3(to_e4m3(x * unit, True), True) * gl.expand_dims(first, 1)) * unit
-        off_2 = (x - from_e4m3(to_e4m3(x * gl.expand_dims(other, 1), True), True) * gl.expand_dims(second, 1)) * unit
-        error += gl.sum(squared_error(off_2, 4096.0) - squared_error(off_1, 4096.0), 1)
+        error += second_minus_first(x, first, inverse, second, other)
     better = error < 0
     scale = gl.where(finite, gl.where(better, second, first), float("nan"))
     return finite, scale, gl.where(better, other, inverse)

@@ -80,3 +80,12 @@ def encode_nvfp4(x, scale, inverse_scale):
     full = gl.where(finite, gl.where(better, full_2, full_1), float("nan"))
     codes, _ = gl.split(gl.reshape(packed_codes(signed), [V, BLOCKS * 8, 2]))
     return codes, gl.where(finite, gl.where(better, byte_2, byte_1), 0x7F).to(gl.uint8), signed, full
+
+
+@gluon.jit
+def second_minus_first(x, first, inverse, second, other):
+    """[V]: the squared error of finite rows x [V, n] in fp8 by the second scale less that by the first."""
+    unit = gl.expand_dims(inverse, 1)
+    off_1 = (x - from_e4m3(to_e4m3(x * unit, True), True) * gl.expand_dims(first, 1)) * unit
+    off_2 = (x - from_e4m3(to_e4m3(x * gl.expand_dims(other, 1), True), True) * gl.expand_dims(second, 1)) * unit
+    return gl.sum(squared_error(off_2, 4096.0) - squared_error(off_1, 4096.0), 1)

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replayssm.ops.delta.gluon_common import barrier, row_of
-from replayssm.ops.delta.gluon_read_encode import encode_nvfp4, squared_error
-from replayssm.ops.gluon_encode import from_e4m3, larger, row_scale, to_e4m3, to_e4m3_and_back
+from replayssm.ops.delta.gluon_read_encode import encode_nvfp4, second_minus_first
+from replayssm.ops.gluon_encode import larger, row_scale, to_e4m3_and_back
 from replayssm.ops.gluon_formats import encode_int8, largest_finite
 
 CHUNK = gl.constexpr(32)  # columns that are encoded at once
@@ -96,10 +96,7 @@ def fp8_scales(tile_at, L: gl.constexpr):
     error = gl.full([tile_at.shape[1]], 0, gl.int32, layout=IN_V)
     for c in range(tile_at.shape[0]):
         x = gl.where(gl.expand_dims(finite, 1), tile_at.index(c).load(L), 0.0)
-        unit = gl.expand_dims(inverse, 1)
-        off_1 = (x - from_e4m3(to_e4m3(x * unit, True), True) * gl.expand_dims(first, 1)) * unit
-        off_2 = (x - from_e4m3(to_e4m3(x * gl.expand_dims(other, 1), True), True) * gl.expand_dims(second, 1)) * unit
-        error += gl.sum(squared_error(off_2, 4096.0) - squared_error(off_1, 4096.0), 1)
+        error += second_minus_first(x, first, inverse, second, other)
     better = error < 0
     scale = gl.where(finite, gl.where(better, second, first), float("nan"))
     return finite, scale, gl.where(better, other, inverse)

@@ -2,7 +2,7 @@
 
 A reading program multiplies the codes of a few v-heads by k and q on the tensor cores, straight from the registers
 that they were loaded to. Reading leaves few registers and little shared memory in use; the crew's programs share the
-rows that flush among them by (row, v-head).
+rows that flush among them by (row, v-head). Programs of one warp compute once what their v-heads share.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.ops.delta.gluon_read_flush import flush_rows
 from replayssm.ops.delta.gluon_read_part import read_heads
+from replayssm.ops.delta.gluon_read_warp import read_heads_alone
 from replayssm.ops.gluon_formats import scales_a_row
 
 
@@ -35,6 +36,7 @@ def delta_read_step_kernel(
     ACT: gl.constexpr = ring_u.dtype.element_ty
     ACT_CHUNK: gl.constexpr = 128 // ACT.primitive_bitwidth
     SCALES: gl.constexpr = scales_a_row(READ, K)
+    READER: gl.constexpr = read_heads_alone if gl.num_warps() == 1 else read_heads
 
     gdc_wait()
     gdc_launch_dependents()
@@ -55,7 +57,7 @@ def delta_read_step_kernel(
         )  # fmt: skip
         return
     pid -= gl.minimum((pid + EVERY - 1) // EVERY, CREW)
-    read_heads(
+    READER(
         pid, q, k, v, g, beta, A_log, dt_bias, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices, out,
         words, scales, global_scale, num_slots, ring_len, buffer_len, pad_slot_id, scale, lower_bound, stride_q_token,
         stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_g_token, stride_g_head,

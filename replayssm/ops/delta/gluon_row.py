@@ -9,14 +9,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from replayssm.ops.gluon_hints import load_cursors, load_cursors_of_guess
 from replayssm.ops.gluon_window_parts import state_shared
 
 from .gluon_chunk_tiles import flush_chunks
 from .gluon_common import barrier, inverse_norm, row_of_age, wrap
 from .gluon_layouts import keys_layout, scores_layout, tile_layout, tile_shared, values_layout, values_shared
 from .gluon_read16 import read_tiles_16
-from .gluon_schedule import leaves_flush, must_flush
+from .gluon_schedule import leaves_flush, read_cursors
 from .gluon_scores import keep_decay, keep_rows, load_gate, load_ring_gates, score, this_token
 from .gluon_space import flush_space, token_space
 from .gluon_tiles import append_row, fetch_first, fetch_more, fetch_rows, flush_tiles, read_tiles
@@ -24,7 +23,7 @@ from .gluon_tiles import append_row, fetch_first, fetch_more, fetch_rows, flush_
 
 @gluon.jit
 def step_row(
-    row, part, begin, end, only_flushes, num_rows, guess,
+    row, part, begin, end, only_flushes, num_rows,
     q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices, out,
     num_slots, ring_len, buffer_len, pad_slot_id, scale, lower_bound,
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
@@ -32,9 +31,9 @@ def step_row(
     chunks_state_slot, chunks_state_head, stride_rk_slot, stride_rk_head, chunks_rv_slot, chunks_rv_head,
     chunks_ru_slot, chunks_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
     GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, NUM_TILES: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr, FLUSHERS: gl.constexpr, APPENDERS: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, FLUSHERS: gl.constexpr,
     TENSOR_CORES: gl.constexpr, BLOCK_L: gl.constexpr, KDA: gl.constexpr, RAW: gl.constexpr, HAS_BIAS: gl.constexpr,
-    BOUNDED: gl.constexpr, NORM: gl.constexpr, CHUNK: gl.constexpr, GUESS: gl.constexpr,
+    BOUNDED: gl.constexpr, NORM: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     """Part `part` of a row's programs: outputs of its tiles; in a row that flushes, from tile `begin` to `end`."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -55,8 +54,6 @@ def step_row(
     PAD_HEADS: gl.constexpr = 2 if NUM_HEADS <= 2 else (4 if NUM_HEADS <= 4 else 8)
     token = row.to(gl.int64)
     slot = gl.load(slot_indices + token).to(gl.int64)
-    if GUESS:
-        start, committed, limit = load_cursors_of_guess(cursors, guess, num_slots)
     first_tile = (part % CHUNKS) * NUM_TILES
     k_head = (part // CHUNKS).to(gl.int64)
     head = k_head * GROUP + first_tile // PER_HEAD
@@ -85,11 +82,7 @@ def step_row(
                                            values_shared(ACT_BITS, BLOCK_V, BLOCK_L))
         if not CHUNK:
             keys_at, gates_at, values_at = flush_space(smem, ring_v.dtype.element_ty, K, BLOCK_V, BLOCK_L, STAGES, KDA)
-        if not GUESS:
-            start, committed, limit = load_cursors(cursors, slot)
-        elif slot != guess:
-            start, committed, limit = load_cursors(cursors, slot)
-        flush = must_flush(committed, limit, buffer_len)
+        start, committed, flush = read_cursors(cursors, slot, buffer_len)
         stride_state_head = chunks_state_head * (128 // BITS)
         stride_rv_head = chunks_rv_head * ACT_CHUNK
         stride_ru_head = chunks_ru_head * ACT_CHUNK
@@ -142,11 +135,9 @@ def step_row(
             score(keys, inverse, gates, oldest, decay, k_now, q_now, committed, k_at, q_at, seen_k_at, seen_q_at,
                   through_at, BLOCK_L, PAD_HEADS, KDA, SCORES, HEADS)
         new = wrap(start + committed, ring_len)
-        if APPENDERS == 0:
-            if begin == 0:
-                append_row(v_raw, k_raw, decay, b, ring_v, ring_k, ring_g, ring_beta, new, cols, line_head, line_col,
-                           offs_h, mask_h, first_tile, stride_rv_head, stride_rg_head, stride_rb_head, K, V, PER_HEAD,
-                           KDA)
+        if begin == 0:
+            append_row(v_raw, k_raw, decay, b, ring_v, ring_k, ring_g, ring_beta, new, cols, line_head, line_col,
+                       offs_h, mask_h, first_tile, stride_rv_head, stride_rg_head, stride_rb_head, K, V, PER_HEAD, KDA)
         barrier()
 
         out += first_col

@@ -94,9 +94,12 @@ def work_of_program(num_rows, programs_a_row, slot_indices, cursors, num_slots, 
 
 
 @gluon.jit
-def must_flush(committed, limit, buffer_len):
-    """Whether a step of one token flushes."""
-    return (committed > 0) & (committed + 1 > gl.minimum(limit, buffer_len))
+def read_cursors(cursors, slot, buffer_len):
+    """(start, committed rows, whether a step of one token flushes) of a slot."""
+    start = gl.load(cursors + slot * 4)
+    committed = gl.load(cursors + slot * 4 + 1)
+    limit = gl.load(cursors + slot * 4 + 2)
+    return start, committed, (committed > 0) & (committed + 1 > gl.minimum(limit, buffer_len))
 
 
 @gluon.jit

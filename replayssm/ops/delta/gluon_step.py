@@ -6,9 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.ops.gluon_hints import peek
-
-from .gluon_append import append_token
 from .gluon_early import give_hints
 from .gluon_row import step_row
 from .gluon_schedule import likely_place, work_of_program
@@ -24,10 +21,9 @@ def delta_step_kernel(
     chunks_ru_slot, chunks_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr,
     NUM_TILES: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, SETTLE: gl.constexpr,
-    INTERLEAVE: gl.constexpr, HINT: gl.constexpr, HINT_ROWS: gl.constexpr, HINT_FIRST: gl.constexpr,
-    GUESS: gl.constexpr, FLUSHERS: gl.constexpr, APPENDERS: gl.constexpr, TENSOR_CORES: gl.constexpr,
-    BLOCK_L: gl.constexpr, KDA: gl.constexpr, RAW: gl.constexpr, HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr,
-    NORM: gl.constexpr, CHUNK: gl.constexpr,
+    INTERLEAVE: gl.constexpr, HINT: gl.constexpr, HINT_ROWS: gl.constexpr, FLUSHERS: gl.constexpr,
+    TENSOR_CORES: gl.constexpr, BLOCK_L: gl.constexpr, KDA: gl.constexpr, RAW: gl.constexpr,
+    HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr, NORM: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     ACT_CHUNK: gl.constexpr = 128 // q.dtype.element_ty.primitive_bitwidth
     PER_HEAD: gl.constexpr = V // BLOCK_V
@@ -35,36 +31,17 @@ def delta_step_kernel(
     NUM_HEADS: gl.constexpr = (NUM_TILES + PER_HEAD - 1) // PER_HEAD
     A_ROW: gl.constexpr = CHUNKS * (HV // GROUP)
     FLUSH_PROGRAMS: gl.constexpr = FLUSHERS * A_ROW * NUM_TILES
-    num_rows = (gl.num_programs(0) - FLUSH_PROGRAMS) // (A_ROW + APPENDERS)
-    item = gl.program_id(0) - FLUSH_PROGRAMS
+    num_rows = (gl.num_programs(0) - FLUSH_PROGRAMS) // A_ROW
     if HINT > 0:
-        if item < (gl.minimum(num_rows * A_ROW, HINT_FIRST) if HINT_FIRST > 0 else num_rows * A_ROW):
-            row, part = likely_place(num_rows, A_ROW, slot_indices, cursors, num_slots, pad_slot_id, buffer_len,
-                                     INTERLEAVE, FLUSH_PROGRAMS)
-            if row >= 0:
-                give_hints(state, ring_k, ring_u, cursors, slot_indices + row, num_slots, ring_len,
-                           part % CHUNKS * NUM_TILES, part // CHUNKS, chunks_state_slot, chunks_state_head,
-                           stride_rk_slot, stride_rk_head, chunks_ru_slot * ACT_CHUNK, chunks_ru_head * ACT_CHUNK,
-                           GROUP, K, V, BLOCK_V, NUM_TILES, PER_HEAD, NUM_HEADS, HINT, HINT_ROWS)
-    guess = item
-    if GUESS:
         row, part = likely_place(num_rows, A_ROW, slot_indices, cursors, num_slots, pad_slot_id, buffer_len, INTERLEAVE,
                                  FLUSH_PROGRAMS)
-        guess = peek(slot_indices + gl.minimum(gl.maximum(row, 0), num_rows - 1))
+        if row >= 0:
+            give_hints(state, ring_k, ring_u, cursors, slot_indices + row, num_slots, ring_len,
+                       part % CHUNKS * NUM_TILES, part // CHUNKS, chunks_state_slot, chunks_state_head, stride_rk_slot,
+                       stride_rk_head, chunks_ru_slot * ACT_CHUNK, chunks_ru_head * ACT_CHUNK, GROUP, K, V, BLOCK_V,
+                       NUM_TILES, PER_HEAD, NUM_HEADS, HINT, HINT_ROWS)
     gdc_wait()
     gdc_launch_dependents()
-    if APPENDERS > 0:
-        item -= num_rows * A_ROW
-        if item >= 0:
-            append_token(
-                (item // APPENDERS).to(gl.int64), item % APPENDERS,
-                k, v, g, beta, A_log, dt_bias, ring_k, ring_v, ring_g, ring_beta, cursors, slot_indices,
-                num_slots, ring_len, pad_slot_id, lower_bound,
-                stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_g_token, stride_g_head,
-                stride_beta_token, stride_beta_head, stride_rk_slot, stride_rk_head, chunks_rv_slot * ACT_CHUNK,
-                chunks_rv_head * ACT_CHUNK, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
-                HV // GROUP, HV, K, V, APPENDERS, KDA, RAW, HAS_BIAS, BOUNDED)
-            return
     row, part, begin, end, only_flushes = work_of_program(
         num_rows, A_ROW, slot_indices, cursors, num_slots, pad_slot_id, buffer_len, NUM_TILES, INTERLEAVE, SETTLE,
         FLUSHERS)
@@ -72,12 +49,12 @@ def delta_step_kernel(
         if row >= num_rows:
             return
     step_row(
-        row, part, begin, end, only_flushes, num_rows, guess,
+        row, part, begin, end, only_flushes, num_rows,
         q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices, out,
         num_slots, ring_len, buffer_len, pad_slot_id, scale, lower_bound,
         stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
         stride_g_token, stride_g_head, stride_beta_token, stride_beta_head, stride_out_token, stride_out_head,
         chunks_state_slot, chunks_state_head, stride_rk_slot, stride_rk_head, chunks_rv_slot, chunks_rv_head,
         chunks_ru_slot, chunks_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
-        GROUP, K, V, BLOCK_V, NUM_TILES, STAGES, EARLY, FLUSHERS, APPENDERS, TENSOR_CORES, BLOCK_L, KDA, RAW,
-        HAS_BIAS, BOUNDED, NORM, CHUNK, GUESS)
+        GROUP, K, V, BLOCK_V, NUM_TILES, STAGES, EARLY, FLUSHERS, TENSOR_CORES, BLOCK_L, KDA, RAW, HAS_BIAS,
+        BOUNDED, NORM, CHUNK)

@@ -8,6 +8,7 @@ from replayssm.config import GDNSpec, KDASpec
 from replayssm.ops.delta import configs
 from replayssm.ops.delta.arguments import (
     check_state,
+    chunks,
     gate_options,
     kernel_of,
     layer_shape,
@@ -18,7 +19,7 @@ from replayssm.ops.delta.arguments import (
     token_strides,
 )
 from replayssm.ops.delta.configs import LaunchConfig, Shape
-from replayssm.ops.delta.window_launch import chunks, delta_window
+from replayssm.ops.delta.window_launch import delta_window
 from replayssm.ops.delta.window_launch import window_route as window_route
 from replayssm.ops.device import device_arch
 
@@ -85,14 +86,14 @@ def delta_step(
     if config.backend == "gluon":
         options["CHUNK"] = configs.flushes_in_chunks(config, chunk)
     tiles = tiles_of(config, state)
-    programs = (tiles // config.num_tiles + config.appenders) * batch + tiles * config.flushers
+    programs = tiles // config.num_tiles * batch + tiles * config.flushers
     kernel[(programs,)](
         *(q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias),
         *(state, *rings, cursors, slot_indices, out),
         *(state.shape[0], ring_k.shape[2], buffer_len, pad_slot_id, scale, lower_bound or 0.0),
         *token_strides(q, k, v, g, beta, out),
-        *slot_strides(config, state),
-        *ring_strides(config, rings),
+        *slot_strides(config.backend, state),
+        *ring_strides(config.backend, rings),
         BLOCK_L=most_rows(config, ring_k.shape[2], buffer_len),
         **gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm),
         **options,
@@ -130,7 +131,7 @@ def delta_stepwise(
         *(q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias),
         *(state, slot_indices, out, state.shape[0], pad_slot_id, scale, lower_bound or 0.0),
         *token_strides(q, k, v, g, beta, out),
-        *slot_strides(config, state),
+        *slot_strides(config.backend, state),
         **gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm),
         **options,
     )
@@ -163,7 +164,7 @@ def delta_materialize(
     kernel[(tiles_of(config, state) * batch,)](
         *(state, *rings, cursors, slot_indices, cursors if num_tokens is None else num_tokens, dst, dst_indices),
         *(state.shape[0], dst.shape[0], ring_k.shape[2], pad_slot_id),
-        *slot_strides(config, state),
+        *slot_strides(config.backend, state),
         *(stride for ring in rings for stride in ring.stride()[:2]),
         *dst.stride()[:2],
         KDA=ring_g.dim() == 4,

@@ -79,9 +79,8 @@ def _kernels(config: ReadConfig, arch: str) -> list[tuple[Any, int, int | None, 
         flush = (gluon_read_alone.delta_read_flush_kernel, config.flush_warps, config.flush_registers)
         read = (gluon_read_alone.delta_read_alone_kernel, 1, config.max_registers)
         return [(*flush, 112 if arch == "sm90" else 0), (*read, 0)]
-    one_warp = config.num_warps == 1
-    kernel = gluon_read_alone.delta_read_mixed_kernel if one_warp else gluon_read_step.delta_read_step_kernel
-    return [(kernel, config.num_warps, config.max_registers, (16 if one_warp else 192) if arch == "sm90" else 0)]
+    spill = (16 if config.num_warps == 1 else 192) if arch == "sm90" else 0
+    return [(gluon_read_step.delta_read_step_kernel, config.num_warps, config.max_registers, spill)]
 
 
 def _sizes(label: str, HK: int, HV: int, kda: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from replayssm.ops.device import GLUON_ARCHS
+from replayssm.ops.window_config import divisor
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,12 @@ def read_config(batch: int, shape: ReadShape) -> ReadConfig:
     most, large = LARGE.get((shape.kda, shape.read, shape.checkpoint), (1 << 40, config))
     if batch * shape.num_v_heads > most:
         config = large
-    heads, flush_heads = config.heads, config.flush_heads
-    while (shape.num_v_heads // shape.num_k_heads) % heads:
-        heads //= 2
-    while flush_heads and (shape.num_v_heads // shape.num_k_heads) % flush_heads:
-        flush_heads //= 2
+    group = shape.num_v_heads // shape.num_k_heads
+    flush_heads = config.flush_heads and divisor(config.flush_heads, group)
     # The register caps were measured on sm90; elsewhere nothing may spill.
     if shape.arch != "sm90":
         config = replace(config, max_registers=240, flush_registers=240)
-    return replace(config, heads=heads, flush_heads=flush_heads)
+    return replace(config, heads=divisor(config.heads, group), flush_heads=flush_heads)
 
 
 def gluon_fits(shape: ReadShape) -> bool:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from replayssm.checks import fail
 from replayssm.config import GDNSpec, KDASpec, LayerSpec
-from replayssm.ops.delta.arguments import gate_options, token_strides
+from replayssm.ops.delta.arguments import chunks, gate_options, ring_strides, slot_strides, token_strides
 from replayssm.ops.delta.read_configs import ReadConfig, ReadShape, read_config
 from replayssm.ops.device import GLUON_ARCHS, device_arch, is_aligned
 
@@ -85,8 +84,7 @@ def delta_read_step(
             replay=replay,
             max_committed=max_committed,
         )
-    if replay not in ("serial", "chunk"):
-        raise fail("replay", replay, "serial, chunk")
+    chunk = chunks(replay)
     batch = slot_indices.shape[0]
     if batch == 0:
         return
@@ -97,24 +95,24 @@ def delta_read_step(
     stored = _stored(state, read_codes, read_scales, read_global, state_scales)
     inputs = (q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias)
     if config.backend == "gluon":
-        launches = _launches(config, batch, shape, replay)
+        launches = _launches(config, batch, shape, chunk)
         if read_codes is None:  # the checkpoint is its own copy
             stored = (stored[0], stored[3], *stored[2:])
-        stored, counts, strides = (stored[0].view(torch.int32), *stored), (pad_slot_id, batch), _chunks
+        stored, counts = (stored[0].view(torch.int32), *stored), (pad_slot_id, batch)
     else:
         kernel, grid, options = _portable(config, batch, shape, buffer_len)
         launches = [(kernel, grid, options | {"STOCHASTIC": random})]
         seeds = cursors if seeds is None else seeds
-        counts, strides = (pad_slot_id, stream), _elements
+        counts = (pad_slot_id, stream)
     for kernel, grid, options in launches:
         kernel[(grid,)](
             *(*inputs, _as_bytes(state), *rings, cursors, slot_indices, out, *stored),
             *(() if config.backend == "gluon" else (seeds,)),
             *(state.shape[0], shape.ring_len, buffer_len, *counts, scale, lower_bound or 0.0),
             *token_strides(q, k, v, g, beta, out),
-            *strides(state),
-            *(*ring_k.stride()[:2], *strides(ring_v), *strides(ring_u), *ring_g.stride()[:2], *ring_beta.stride()[:2]),
-            *(strides(stored[-4])[0], *(tensor.stride(0) for tensor in stored[-3:])),
+            *slot_strides(config.backend, state),
+            *ring_strides(config.backend, rings),
+            *(slot_strides(config.backend, stored[-4])[0], *(tensor.stride(0) for tensor in stored[-3:])),
             **gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm),
             **options,
         )
@@ -156,12 +154,12 @@ def layer_shape(
     return ReadShape(*dims, read, CHECKPOINTS[state.dtype], rings[0].shape[2], fast, device_arch(state.device))
 
 
-def _launches(config: ReadConfig, batch: int, shape: ReadShape, replay: str) -> list[tuple[Any, int, dict[str, Any]]]:
+def _launches(config: ReadConfig, batch: int, shape: ReadShape, chunk: bool) -> list[tuple[Any, int, dict[str, Any]]]:
     """The Gluon step's launch; or the flushing launch, then the reading one that runs beside it."""
     from replayssm.ops.delta import gluon_read_alone, gluon_read_step
 
     HV, K, V = shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
-    together = config.flush_heads if replay == "chunk" else 0
+    together = config.flush_heads if chunk else 0
     crew = min(config.crew, batch * HV // max(1, together))
     programs = batch * HV // config.heads
     both: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": K, "V": V, "launch_pdl": config.pdl}
@@ -178,9 +176,7 @@ def _launches(config: ReadConfig, batch: int, shape: ReadShape, replay: str) -> 
         ]
     flush |= {"BLOCK_V": 16 * config.num_warps, "CREW": crew}
     flush |= {"EVERY": max(1, min(config.every, (programs + crew) // crew))}
-    one_warp = config.num_warps == 1
-    kernel = gluon_read_alone.delta_read_mixed_kernel if one_warp else gluon_read_step.delta_read_step_kernel
-    return [(kernel, programs + crew, both | read | flush)]
+    return [(gluon_read_step.delta_read_step_kernel, programs + crew, both | read | flush)]
 
 
 def _portable(config: ReadConfig, batch: int, shape: ReadShape, buffer_len: int) -> tuple[Any, int, dict[str, Any]]:
@@ -208,13 +204,3 @@ def _stored(
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """e4m3 as bytes: the kernels convert them themselves."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-
-
-def _elements(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.stride(0), tensor.stride(1)
-
-
-def _chunks(tensor: torch.Tensor) -> tuple[int, int]:
-    """Slot and head stride in 16-byte chunks, which proves the alignment to the compiler."""
-    per_chunk = 16 // tensor.element_size()
-    return tensor.stride(0) // per_chunk, tensor.stride(1) // per_chunk

@@ -81,10 +81,10 @@ def _gluon_fits(shape: ReadShape, rows: int, max_window_len: int) -> bool:
 Launch = tuple[int, dict[str, Any]]  # programs; constants and options
 
 
-def gluon_launches(config: ReadWindowConfig, batch: int, shape: ReadShape, replay: str) -> tuple[Launch, Launch]:
+def gluon_launches(config: ReadWindowConfig, batch: int, shape: ReadShape, chunk: bool) -> tuple[Launch, Launch]:
     """What follows for the flushing kernel and for the reading one."""
     HV = shape.num_v_heads
-    together = config.flush_heads if replay == "chunk" else 0
+    together = config.flush_heads if chunk else 0
     sizes: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": shape.head_k_dim, "V": shape.head_v_dim}
     sizes |= {"READ": "fp8" if shape.read == "none" else shape.read}
     flush: dict[str, Any] = {"COPY": shape.read != "none", "CHUNK_HEADS": together, "BLOCK_V": 16 * config.flush_warps}

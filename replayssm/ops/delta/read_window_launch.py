@@ -9,9 +9,9 @@ import triton
 
 from replayssm.checks import fail
 from replayssm.config import GDNSpec, KDASpec
-from replayssm.ops.delta.arguments import gate_options, token_strides
+from replayssm.ops.delta.arguments import chunks, gate_options, slot_strides, token_strides
 from replayssm.ops.delta.read_configs import ReadShape
-from replayssm.ops.delta.read_launch import NATIVE_ARCHS, _as_bytes, _chunks, _elements, _stored, layer_shape
+from replayssm.ops.delta.read_launch import NATIVE_ARCHS, _as_bytes, _stored, layer_shape
 from replayssm.ops.delta.read_window_configs import ReadWindowConfig, gluon_launches, read_window_config
 from replayssm.ops.device import device_arch
 from replayssm.ops.window_config import window_rows
@@ -59,6 +59,7 @@ def delta_read_window(
     """
     if query_start_loc is None:
         raise fail("query_start_loc", None, "[batch + 1] int32 with windows")
+    chunk = chunks(replay)
     batch = slot_indices.shape[0]
     if batch == 0:
         return
@@ -72,14 +73,14 @@ def delta_read_window(
     tree = {"TREE": parents is not None}
     rounding: list[torch.Tensor] = []
     if config.backend == "gluon":
-        launches = _gluon(config, batch, shape, replay, tree | {"TOKENS": _tokens(max_window_len)})
+        launches = _gluon(config, batch, shape, chunk, tree | {"TOKENS": _tokens(max_window_len)})
         if read_codes is None:  # the checkpoint is its own copy
             stored = (stored[0], stored[3], *stored[2:])
-        strides, count = _chunks, batch
+        count = batch
     else:
         rounding = [cursors if seeds is None else seeds]
         launches = [_portable(config, batch, shape, tree | {"STOCHASTIC": seeds is not None})]
-        strides, count = _elements, stream
+        count = stream
     for kernel, grid, options in launches:
         kernel[(grid,)](
             *(q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias, _as_bytes(state)),
@@ -87,9 +88,9 @@ def delta_read_window(
             *(out, *stored, *rounding),
             *(state.shape[0], shape.ring_len, buffer_len, pad_slot_id, count, scale, lower_bound or 0.0),
             *token_strides(q, k, v, g, beta, out),
-            *strides(state),
+            *slot_strides(config.backend, state),
             *(stride for ring in rings for stride in ring.stride()[:2]),
-            *(strides(stored[0])[0], *(tensor.stride(0) for tensor in stored[1:])),
+            *(slot_strides(config.backend, stored[0])[0], *(tensor.stride(0) for tensor in stored[1:])),
             **more,
             **options,
         )
@@ -103,11 +104,11 @@ def _tokens(max_window_len: int) -> int:
     return max(4, triton.next_power_of_2(max_window_len))
 
 
-def _gluon(config: ReadWindowConfig, batch: int, shape: ReadShape, replay: str, window: dict[str, Any]) -> list[Launch]:
+def _gluon(config: ReadWindowConfig, batch: int, shape: ReadShape, chunk: bool, window: dict[str, Any]) -> list[Launch]:
     """The flushing launch, then the reading one that runs beside it."""
     from replayssm.ops.delta import gluon_read_window as kernels
 
-    (crew, flush), (programs, read) = gluon_launches(config, batch, shape, replay)
+    (crew, flush), (programs, read) = gluon_launches(config, batch, shape, chunk)
     return [
         (kernels.delta_read_window_flush_kernel, crew, flush | {"launch_pdl": True}),
         (kernels.delta_read_window_kernel, programs, read | window | {"launch_pdl": True}),

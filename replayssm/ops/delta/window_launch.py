@@ -11,6 +11,7 @@ import triton
 
 from replayssm.checks import fail
 from replayssm.config import GDNSpec, KDASpec
+from replayssm.ops.delta.arguments import chunks, gate_options, slot_strides, token_strides
 from replayssm.ops.device import GLUON_ARCHS
 from replayssm.ops.window_config import WindowConfig, fast_arch, window_arch, window_rows
 
@@ -137,32 +138,20 @@ def delta_window(
     kernel, grid, options = make(state, batch, max_window_len, config)
     if config.backend == "gluon":
         options["CHUNK"] = chunks(replay)
-    chunk = 16 // state.element_size() if config.backend == "gluon" else 1
     kernel[grid](
         *(q, k, v, g, beta, g if A_log is None else A_log, g if dt_bias is None else dt_bias),
         *(state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices, query_start_loc),
         *(query_start_loc if parents is None else parents, out),
         *(state.shape[0], ring_k.shape[2], buffer_len, pad_slot_id, scale, lower_bound or 0.0),
-        *(stride for t in (q, k, v, g, beta, out) for stride in t.stride()[:2]),
-        *(stride // chunk for stride in state.stride()[:2]),
+        *token_strides(q, k, v, g, beta, out),
+        *slot_strides(config.backend, state),
         *(stride for t in (ring_k, ring_v, ring_u, ring_g, ring_beta) for stride in t.stride()[:2]),
         ROWS=window_rows(buffer_len, max_window_len),
         GROUP=state.shape[1] // ring_k.shape[1],
         TREE=parents is not None,
-        KDA=kda,
-        RAW=A_log is not None,
-        HAS_BIAS=dt_bias is not None,
-        BOUNDED=lower_bound is not None,
-        NORM=use_qk_l2norm,
+        **gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm),
         **options,
     )
-
-
-def chunks(replay: str) -> bool:
-    """Whether a flush takes the chunk form."""
-    if replay not in ("serial", "chunk"):
-        raise fail("replay", replay, "'serial' or 'chunk'")
-    return replay == "chunk"
 
 
 def _shape(
