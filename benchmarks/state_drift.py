@@ -93,7 +93,7 @@ def stepwise_states(layer: Layer, checkpoint: torch.dtype, device: str) -> State
     for done, window in layer.windows(torch.float64 if exact else None):
         ops.stepwise(*positional(layer.spec, window), state, slots, starts, out, **options)
         if done in MARKS:
-            states[done] = state[0].double()
+            states[done] = state[0].to(torch.float64, copy=True)
     return states
 
 

@@ -34,8 +34,10 @@ def check_other_order(layer: Tensors, want: Tensors, exact: torch.Tensor, slot: 
 
     exact: the fp32 state that `want`'s checkpoint is the rounding of. A shift of a state may round any element to its
     other neighbour, and a row of e4m3 by its other scale, but only where both serve alike: the distance from the state
-    to its rounding changes by no more than the state does. What e4m3 adds: a row's scale, rounded to 16 bits, steps by
-    2^-15 with its maximum; and squares rounded to 2^-12 of the first scale's, 1/448 of the maximum, choose the scale.
+    to its rounding changes by no more than the state does. e4m3 adds two things. A row's scale has 16 significant bits:
+    it may come out a step apart, at most 2^-15 of itself, as may all values. And a row takes the scale with the smaller
+    sum of squares, each rounded to 2^-12 of the first scale's: the sums of both may be off by K 2^-13 of that, and the
+    scale is 1 / 448 of the row's maximum, which its norm is no less than.
     """
     rounding = error(checkpoint(want)[slot], exact)
     shift, limit = error(checkpoint(layer)[slot], exact), rounding + (2 if rounding else 1) * SHIFT

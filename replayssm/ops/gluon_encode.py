@@ -13,7 +13,6 @@ from replayssm.ops import triton_formats as _triton
 
 _ALL = gl.constexpr(PropagateNan.ALL)
 _DOWN = gl.constexpr(6.103515625e-05)  # 2^-14: e2m1 numbers times it are fp16 numbers with the codes' bits
-_UP = gl.constexpr(16384.0)
 
 row_scale = gluon.jit(_triton.row_scale.fn)
 reciprocal = gluon.jit(_triton.reciprocal.fn)

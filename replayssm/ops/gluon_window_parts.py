@@ -171,11 +171,3 @@ def fetch_tile(tile, state_ptr, N: gl.constexpr, BV: gl.constexpr):
     rows = gl.arange(0, BV, layout=gl.SliceLayout(1, L))
     k = gl.arange(0, N, layout=gl.SliceLayout(0, L))
     copy_to_shared(tile, state_ptr + gl.expand_dims(rows * N, 1) + gl.expand_dims(k, 0))
-
-
-@gluon.jit
-def fetch_rest(tile, state_ptr, N: gl.constexpr, BV: gl.constexpr, EARLY: gl.constexpr):
-    """Copy what is left of a tile after its first EARLY rows."""
-    PIECE: gl.constexpr = EARLY if EARLY > 0 else BV
-    for first in gl.static_range(EARLY, BV, PIECE):
-        fetch_tile(tile.slice(first, PIECE), state_ptr + first * N, N, PIECE)

@@ -22,7 +22,7 @@ CASES = (
     *(("nvfp4", "fp32", 4, 256), ("nvfp4", "fp8", 8, 8), ("int8", "fp16", 4, 64)),
     *(("fp8", "bf16", 4, 256), ("bf16", "fp32", 4, 256), ("none", "fp8", 4, 256)),
 )
-# Mamba-2's tables have other entries for smaller batches.
+# The tables have other entries for smaller batches.
 SMALLER = (("nvfp4", "fp32", 4, 8), ("int8", "fp16", 4, 8), ("nvfp4", "bf16", 4, 64))
 _CODES = {"bf16": "bf16", "int8": "i8", "fp8": "u8", "nvfp4": "u8", "none": "u8"}
 _SCALES = {"bf16": "fp32", "int8": "fp16", "fp8": "fp32", "nvfp4": "u8", "none": "fp32"}
@@ -40,7 +40,7 @@ _PLAIN = {
     "stride_beta_head",
 }
 _UNALIGNED = ("stride_rg", "stride_rb", "stride_g", "stride_beta", "stride_global", "dt_", "ring_dt", "global_")
-_SPILL = 288  # bytes: a program that flushes spills around its loops; more registers leave readers less room
+_SPILL = 48  # bytes: a program that flushes spills around its loops; more registers leave readers less room
 
 
 def _argument(case: AotCase, name: str) -> tuple[str, bool]:
@@ -73,9 +73,10 @@ def aot_cases() -> Iterator[AotCase]:
                 yield from _mamba2_cases(label, dims, *case, arch)
             for label, heads in list(DELTA_SHAPES.items())[some]:
                 yield from _delta_cases(label, heads, *case, arch)
-        for label, dims in MAMBA2_SHAPES.items():
-            for case in SMALLER if arch == "sm90" else SMALLER[:1]:
+        for case in SMALLER if arch == "sm90" else SMALLER[:1]:
+            for label, dims in MAMBA2_SHAPES.items():
                 yield from _mamba2_cases(label, dims, *case, arch)
+            yield from _delta_cases("qwen", DELTA_SHAPES["qwen"], *case, arch)
 
 
 def _portable_case(label: str, heads: tuple[int, int, bool], read: str, state: str) -> AotCase:
@@ -127,5 +128,5 @@ def _case(label: str, kernel: Any, read: str, state: str, tokens: int, known: di
     options = launch_options(known["num_warps"], known["maxnreg"])
     kind = next((kind for kind in ("flush", "joint") if kind in kernel.__name__), "read")
     name = f"{label}-{kind}-{read}-{state}-{tokens}-{known['num_warps']}"
-    spill = _SPILL if kind != "read" and arch == "sm90" else 0
+    spill = 0 if kind == "read" else _SPILL
     return AotCase(name, kernel, state, sizes, options, (arch,), _argument, gluon=True, spill=spill)

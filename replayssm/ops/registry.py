@@ -79,7 +79,7 @@ def launch_module(family: Family) -> Any:
 
 
 def read_launch_module(family: Family) -> Any:
-    """The module that launches a family's kernels for read copies: `supports` and `route` tell a plan what it has."""
+    """The module that launches a family's kernels for read copies: its `route` tells a plan what it chooses."""
     return importlib.import_module(f"replayssm.ops.{op_family(family)}.read_launch")
 
 

@@ -22,7 +22,7 @@ BATCHES = (1, 8, 64, 256)
 WINDOWS = (4, 6)
 # GDN and KDA: what stays the same for all tiles of a program, in excess of its registers; with more of them fewer
 # programs share a multiprocessor, which was a third slower (KDA at batch 256).
-DELTA_SPILL = 192
+DELTA_SPILL = 64
 _FLOAT = {"A", "D", "dt_bias", "ring_dt", "A_log", "ring_g", "ring_beta"}
 _INT = {"cursors", "slot_indices", "query_start_loc", "parents"}
 _ACTIVATIONS = {

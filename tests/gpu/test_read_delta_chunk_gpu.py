@@ -25,8 +25,8 @@ pytestmark = pytest.mark.gpu
 CHUNK: dict[str, Any] = {"same_kernel": False, "replay": "chunk"}
 GLUON = [name for name in SHAPES if "portable" not in name]
 # Flushes in a launch of their own, by programs of the one launch, and by its programs of one warp.
-TWO = replace(read_configs.STEP[False, "nvfp4"][2][1], crew=7)
-ONE = replace(read_configs.STEP[False, "nvfp4"][1][1], crew=7, flush_heads=2)
+TWO = replace(read_configs.STEP[False, "nvfp4"][-1][1], crew=7)
+ONE = replace(read_configs.STEP[False, "nvfp4"][-2][1], crew=7, flush_heads=2)
 ONE_WARP = replace(read_configs.LARGE[False, "nvfp4", "fp32"][1], crew=7, every=2)
 
 

@@ -9,6 +9,8 @@ import torch
 from mamba2_case import Dims, new_layer, new_tokens, own
 from read_case import check_steps, check_window, copied, run_read_step, with_copy
 
+from replayssm import ReplayError
+
 pytestmark = pytest.mark.gpu
 launch = pytest.importorskip("replayssm.ops.mamba2.launch")
 read_launch = pytest.importorskip("replayssm.ops.mamba2.read_launch")
@@ -82,7 +84,7 @@ def test_other_activations(act: torch.dtype, read: str) -> None:
 def test_every_entry_of_the_tables(shape: str, read: str) -> None:
     dims = SHAPES[shape]
     layer = (dims.num_heads, dims.n_groups, dims.head_dim, dims.d_state)
-    for batch in (8, 32, 256):
+    for batch in (1, 8, 32, 256):
         config = read_configs.read_config(batch, read_configs.ReadShape(*layer, read, "fp32", "sm90"))
         check(dims, read, "fp32", 21, steps=2, config=config)
 
@@ -158,6 +160,11 @@ def test_blocks_far_below_their_heads_largest(checkpoint: str) -> None:
     )
 
 
+def test_unknown_forms_of_a_flush_are_refused() -> None:
+    with pytest.raises(ReplayError, match="replay"):
+        check(SHAPES["super"], "nvfp4", "fp32", 5, replay="chunks")
+
+
 @pytest.mark.parametrize("batch", [5, 40])
 @pytest.mark.parametrize(("every", "flush_rows"), [(2, 1), (2, 16), (3, 4), (5, 2)])
 def test_flushes_among_the_readers(every: int, flush_rows: int, batch: int) -> None:
@@ -172,6 +179,6 @@ def test_stages_and_rings(tiles: int, group: int, depth: int, buffer_len: int) -
     """Rings of one to four times eight rows, tiles in registers and in stages."""
     dims = replace(SHAPES["super"], buffer_len=buffer_len, ring_len=buffer_len + 1)
     for read in ("nvfp4", "int8", "fp8"):
-        for ahead in (False, True):
-            config = read_configs.ReadConfig("gluon", 4, tiles, group, depth, 4, 4, 2, ahead, 128)
+        for ahead, hint in ((False, False), (True, False), (True, True)):
+            config = read_configs.ReadConfig("gluon", 4, tiles, group, depth, 4, 4, 2, ahead, 128, hint)
             check(dims, read, "fp32", 33, config=config)

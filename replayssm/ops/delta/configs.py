@@ -18,9 +18,10 @@ class LaunchConfig:
     (None: all; what is requested later does not delay the ring's rows); settle: a flushing row in the last 1 / settle
     of the batch trades places with an early one (0: off); interleave: rows whose programs alternate; pdl: programmatic
     dependent launch; hint: before the previous kernel is done, ask the memory for the state (1; its first hint_rows
-    V-rows a program, if not 0), and for the ring's rows, dead ones too (2); flushers: so many flushing rows have
-    programs of their own, a tile each (in batches of at most 64 rows). settle excludes hint and flushers. tensor_cores:
-    they read a 16-bit checkpoint, in tiles of 16 V-rows a warp.
+    V-rows a program, if not 0), and for the ring's rows, dead ones too (2); by the first hint_programs of the grid
+    alone, if not 0; flushers: so many flushing rows have programs of their own, a tile each (in batches of at most 64
+    rows). flushers exclude settle and interleave. late: a program that reads writes outputs, u and the new row of the
+    ring at its end. tensor_cores: they read a 16-bit checkpoint, in tiles of 16 V-rows a warp.
     """
 
     backend: str
@@ -35,7 +36,9 @@ class LaunchConfig:
     early: int | None = None
     hint: int = 0
     hint_rows: int = 0
+    hint_programs: int = 0
     flushers: int = 0
+    late: bool = False
     tensor_cores: bool = False
 
     def __str__(self) -> str:
@@ -69,6 +72,7 @@ def _stepwise(block_v: int, num_warps: int) -> LaunchConfig:
     return LaunchConfig("gluon", block_v, num_warps, pdl=True)
 
 
+_FIRST: dict[str, Any] = {"hint": 1, "hint_rows": 16, "hint_programs": 528}
 # (KDA, bytes of a state's element): up to how many tiles of 64 x 128 in the batch, and the configuration for them.
 # Measured on one H200 at batches 1, 8, 32 and 256 of 32 and 64 v-heads.
 STEP = {
@@ -78,34 +82,34 @@ STEP = {
         (768, _step(64, 1, 1, 128, early=16, hint=2, hint_rows=16)),
         (1536, _step(64, 2, 1, 128, early=16, hint=2, hint_rows=16, flushers=1)),
         (3072, _step(64, 2, 1, 128, early=16, hint=1, hint_rows=16, flushers=3)),
-        (6144, _step(64, 8, 1, 128, early=16, flushers=3)),
+        (6144, _step(64, 8, 1, 128, early=16, flushers=3, late=True)),
         (12288, _step(64, 4, 1, 128, early=16, settle=2, interleave=8)),
-        (24576, _step(64, 4, 2, 168, settle=8, interleave=8)),
-        (1 << 40, _step(64, 4, 1, 128, settle=8, interleave=8)),
+        (24576, _step(64, 4, 2, 168, settle=8, interleave=8, hint=1, hint_rows=16, hint_programs=396, late=True)),
+        (1 << 40, _step(64, 4, 1, 128, settle=8, interleave=8, late=True, **_FIRST)),
     ),
     (False, 2): (
         (192, _step(32, 1, 1, 96, early=8, hint=2)),
         (768, _step(64, 2, 2, 128, early=16, hint=2, hint_rows=16, tensor_cores=True)),
         (1536, _step(64, 2, 1, 128, early=16, hint=2, hint_rows=16, tensor_cores=True)),
-        (3072, _step(64, 4, 2, 128, early=16, hint=1, hint_rows=16, flushers=3, tensor_cores=True)),
-        (6144, _step(64, 8, 2, 128, early=16, hint=1, hint_rows=16, flushers=3, tensor_cores=True)),
+        (3072, _step(64, 4, 2, 128, early=16, hint=1, hint_rows=32, flushers=3, late=True, tensor_cores=True)),
+        (6144, _step(64, 8, 2, 128, early=16, hint=1, hint_rows=16, flushers=3, late=True, tensor_cores=True)),
         (12288, _step(64, 4, 1, 128, early=16, flushers=3, tensor_cores=True)),
-        (1 << 40, _step(64, 8, 2, 128, settle=8, interleave=8, tensor_cores=True)),
+        (1 << 40, _step(64, 8, 2, 128, settle=8, interleave=8, late=True, tensor_cores=True, **_FIRST)),
     ),
     (True, 4): (
         (96, _step(32, 1, 1, 96, hint=2)),
         (384, _step(64, 1, 1, 128, early=16, hint=2)),
         (768, _step(64, 1, 1, 128, early=16, hint=1)),
-        (3072, _step(64, 2, 1, 128, early=16, flushers=3)),
+        (3072, _step(64, 2, 1, 128, early=16, hint=1, hint_rows=32, flushers=2)),
         (6144, _step(64, 2, 1, 128, settle=2, interleave=8)),
-        (1 << 40, _step(64, 2, 1, 128, early=16, settle=8, interleave=8)),
+        (1 << 40, _step(64, 2, 1, 128, early=16, settle=8, interleave=8, **_FIRST)),
     ),
     (True, 2): (
         (96, _step(32, 1, 1, 96, hint=2)),
         (384, _step(64, 1, 1, 128, early=16, hint=2, tensor_cores=True)),
         (768, _step(64, 2, 1, 128, early=16, hint=2, tensor_cores=True)),
         (3072, _step(64, 2, 1, 128, early=16, flushers=3, tensor_cores=True)),
-        (1 << 40, _step(64, 2, 2, 128, settle=8, interleave=8, tensor_cores=True)),
+        (1 << 40, _step(64, 2, 2, 128, settle=8, interleave=8, tensor_cores=True, **_FIRST)),
     ),
 }
 STEPWISE = {4: ((1536, _stepwise(16, 2)), (1 << 40, _stepwise(8, 1))), 2: ((1 << 40, _stepwise(32, 2)),)}
@@ -132,7 +136,8 @@ def step_options(config: LaunchConfig) -> dict[str, Any]:
     early = config.block_v if config.early is None else config.early
     options = {"NUM_TILES": config.num_tiles, "STAGES": config.stages, "EARLY": early, "SETTLE": config.settle}
     options |= {"INTERLEAVE": config.interleave, "HINT": config.hint, "HINT_ROWS": config.hint_rows}
-    return options | {"FLUSHERS": config.flushers, "TENSOR_CORES": config.tensor_cores}
+    options |= {"HINT_PROGRAMS": config.hint_programs, "FLUSHERS": config.flushers, "LATE": config.late}
+    return options | {"TENSOR_CORES": config.tensor_cores}
 
 
 @cache

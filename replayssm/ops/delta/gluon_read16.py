@@ -38,12 +38,12 @@ def stage_columns(k_at, q_at, K: gl.constexpr, TYPE: gl.constexpr, CHUNK: gl.con
 
 
 @gluon.jit
-def finish_columns(X, v_now, kq, beta, ring_u, out):
-    """Output and u of a tile's V rows from the sums of the columns' products; the pointers are of these rows."""
+def finish_columns(X, v_now, kq, beta, ring_u, out, KEEP: gl.constexpr = False):
+    """Output and u of a tile's V rows from the sums of the columns' products, written as by `finish_rows`."""
     n = gl.expand_dims(gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, X.type.layout)), 0)
     at_k = gl.sum(gl.where(n < PARTS, X, 0.0), 1)
     at_q = gl.sum(gl.where(n < PARTS, 0.0, X), 1)
-    finish_rows(at_k, at_q, v_now, kq, beta, ring_u, out)
+    finish_rows(at_k, at_q, v_now, kq, beta, ring_u, out, KEEP)
 
 
 @gluon.jit
@@ -68,7 +68,7 @@ def read_tiles_16(
     smem, u_smem, k_at, q_at, v_at, seen_k_at, seen_q_at, through_at, beta_at, state, ring_u, out, kq, start, committed,
     new, ring_len, stride_state_head, stride_ru_head, stride_out_head,
     K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_L: gl.constexpr, NUM_TILES: gl.constexpr,
-    STAGES: gl.constexpr, PAD_HEADS: gl.constexpr,
+    STAGES: gl.constexpr, PAD_HEADS: gl.constexpr, kept_u, kept_out, LATE: gl.constexpr,
 ):
     """As `gluon_tiles.read_tiles`; a warp has 16 V-rows of a tile."""
     PER_HEAD: gl.constexpr = V // BLOCK_V
@@ -104,5 +104,7 @@ def read_tiles_16(
         X = X * gl.expand_dims(row_of(through_at, h, PAD_HEADS, 1).load(IN_V), 1)
         X = mma_v2(u, weights.permute((1, 0)).load(LW), X)
         finish_columns(X, row_of(v_at, t, NUM_TILES, BLOCK_V).load(IN_V), kq,
-                       row_of(beta_at, h, PAD_HEADS, 1).load(IN_V), ring_u + h * stride_ru_head + new * V + col + v,
-                       out + h * stride_out_head + col + v)
+                       row_of(beta_at, h, PAD_HEADS, 1).load(IN_V),
+                       row_of(kept_u, t, NUM_TILES, BLOCK_V) if LATE else
+                       ring_u + h * stride_ru_head + new * V + col + v,
+                       row_of(kept_out, t, NUM_TILES, BLOCK_V) if LATE else out + h * stride_out_head + col + v, LATE)

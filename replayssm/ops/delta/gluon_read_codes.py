@@ -11,8 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replayssm.ops.delta.gluon_common import PUBLIC_REINTERPRET
-from replayssm.ops.gluon_encode import from_e4m3
-from replayssm.ops.gluon_window_parts import mma_layout
 
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 {{{1}}}, {{{2}}}, {{{3}}}, {{{1}}};"
 # Accumulators of the two groups of a row of codes: outputs are [lower row, upper row] x [group, (k, q)].
@@ -95,18 +93,6 @@ def words_a_row(read, k_dim):
 def words_layout(warps):
     """[V / 16, 2, 8, words]: 16-byte loads; the rows of a warp lie in lanes and registers as in `mma_layout`."""
     return gl.BlockedLayout([1, 2, 1, 4], [1, 1, 8, 4], [warps, 1, 1, 1], [3, 2, 1, 0])
-
-
-@gluon.constexpr_function
-def scales_layout(read, warps):
-    """[V / 16, 2, 8, scales of a row]: int8 [chunk, pair of lanes], nvfp4 [lane, group]; fp8 none."""
-    if read == "nvfp4":
-        sums = gl.BlockedLayout([1, 2, 1, 1, 2, 2], [1, 1, 8, 4, 1, 1], [warps, 1, 1, 1, 1, 1], [5, 4, 3, 2, 1, 0])
-        return gl.SliceLayout(5, sums)
-    sums = gl.BlockedLayout(
-        [1, 2, 1, 2, 1, 1, 2], [1, 1, 8, 1, 2, 2, 1], [warps, 1, 1, 1, 1, 1, 1], [6, 5, 4, 3, 2, 1, 0]
-    )
-    return gl.SliceLayout(5, gl.SliceLayout(6, sums))
 
 
 @gluon.constexpr_function
@@ -198,25 +184,6 @@ def row_offsets(V: gl.constexpr, WIDTH: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
-def load_scales(scales, READ: gl.constexpr, V: gl.constexpr, K: gl.constexpr):
-    """The scales of a head, as `scale_sums` takes them."""
-    WARPS: gl.constexpr = gl.num_warps()
-    if READ == "bf16":
-        loaded = 0
-    elif READ == "fp8":
-        loaded = gl.load(scales + gl.arange(0, V, layout=gl.SliceLayout(1, mma_layout(WARPS))))
-    else:
-        L: gl.constexpr = scales_layout(READ, WARPS)
-        A: gl.constexpr = 2 if READ == "int8" else K // 32
-        L4: gl.constexpr = gl.SliceLayout(4, L)
-        rows = gl.expand_dims(row_offsets(V, A, L4), 4) * 2
-        pair = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))))
-        pair = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(pair, 0), 1), 2), 3)
-        loaded = gl.load(scales + (rows + pair))
-    return loaded
-
-
-@gluon.jit
 def block_sums(words, x0, x1, y0, y1, READ: gl.constexpr, SPLIT: gl.constexpr):
     """[V / 16, 2, 8, words]: the four sums that a lane's four words of a row give: by group, with k and with q."""
     PTX: gl.constexpr = ptx(READ, SPLIT)
@@ -228,26 +195,4 @@ def block_sums(words, x0, x1, y0, y1, READ: gl.constexpr, SPLIT: gl.constexpr):
         sums = gl.inline_asm_elementwise(PTX, ptx_args(3), [words, x0, y0], gl.float32, True, 8)
     else:
         sums = gl.inline_asm_elementwise(PTX, ptx_args(2), [words, x0], gl.float32, True, 8)
-    return sums
-
-
-@gluon.jit
-def scale_sums(sums, scales, READ: gl.constexpr, V: gl.constexpr, WORDS: gl.constexpr):
-    """[V, 8] in `mma_layout`: what the lanes' sums, scaled, add up to: k's in even columns, q's in odd ones."""
-    MMA: gl.constexpr = mma_layout(gl.num_warps())
-    if READ == "nvfp4":
-        value = gl.convert_layout(from_e4m3(scales, True), scales_layout(READ, gl.num_warps()), assert_trivial=True)
-        sums = gl.reshape(sums, [V // 16, 2, 8, 4, 2, 2])
-        value = gl.expand_dims(value, 5)
-        sums = sums * gl.convert_layout(value, sums.type.layout, assert_trivial=True)
-        sums = gl.sum(sums, 4)
-    elif READ == "int8":
-        sums = gl.sum(gl.reshape(sums, [V // 16, 2, 8, 2, 2, 2, 2, 2]), 6)
-        value = gl.expand_dims(gl.expand_dims(scales.to(gl.float32), 5), 6)
-        sums = gl.sum(sums * gl.convert_layout(value, sums.type.layout, assert_trivial=True), 3)
-    else:
-        sums = gl.sum(gl.sum(gl.reshape(sums, [V // 16, 2, 8, WORDS // 16, 4, 2, 2]), 5), 3)
-    sums = gl.convert_layout(gl.reshape(sums, [V, 8]), MMA, assert_trivial=True)
-    if READ == "fp8":
-        sums *= gl.expand_dims(scales, 1)
     return sums

@@ -12,12 +12,11 @@ from replayssm.ops.delta.gluon_read_codes import (
     as_shape,
     block_sums,
     load_operand,
-    load_scales,
     load_words,
     operand_sets,
-    scale_sums,
     words_a_row,
 )
+from replayssm.ops.delta.gluon_read_scales import load_scales, scale_sums
 from replayssm.ops.delta.gluon_read_scores import read_scalar, read_vector
 from replayssm.ops.gluon_formats import scales_a_row
 from replayssm.ops.gluon_window_parts import copy_to_shared, mma_layout
@@ -200,12 +199,13 @@ def read_heads(
     k_parts = gl.allocate_shared_memory(gl.float32, [HEADS * V], FLAT)
     q_parts = gl.allocate_shared_memory(gl.float32, [HEADS * V], FLAT)
     if KDA:
-        kq = read_vector(keys_at.load(SCORES).to(gl.float32), gates, oldest, decay, k_whole, q_whole, committed, scale,
-                         x_at, weight_at, factor_at, READ, SPLIT, K, BLOCK_L, SCORES, LH, NORM)
+        kq = read_vector(keys_at, gates, oldest, decay, k_whole, q_whole, committed, scale, x_at, weight_at, factor_at,
+                         READ, SPLIT, K, BLOCK_L, SCORES, LH, NORM)
         through_at.store(gl.full([PAD_HEADS], 1.0, gl.float32, layout=gl.SliceLayout(1, LH)))
     else:
-        kq = read_scalar(keys_at, columns, gates, oldest, decay, k_whole, q_whole, committed, scale, x_at, weight_at,
-                         factor_at, through_at, READ, SPLIT, K, BLOCK_L, PAD_HEADS, SCORES, LH, NORM)
+        kq, through = read_scalar(keys_at, columns, gates, oldest, decay, k_whole, q_whole, committed, scale, x_at,
+                                  weight_at, factor_at, READ, SPLIT, K, BLOCK_L, PAD_HEADS, 8, SCORES, LH, NORM)
+        through_at.store(through)
     new = wrap(start + committed, ring_len)
     gl.store(ring_v + ((head + line_head) * (chunks_rv_head * ACT_CHUNK) + new * V + line_col), v_raw)
     gl.store(ring_beta + offs_h * stride_rb_head + new, b, mask=mask_h)

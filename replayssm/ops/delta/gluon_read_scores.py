@@ -40,14 +40,61 @@ def store_weights(weight_at, k, q, HEADS: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def read_scalar(
-    keys_at, columns, gates, oldest, decay, k_whole, q_whole, count, scale, x_at, weight_at, factor_at, through_at,
-    READ: gl.constexpr, SPLIT: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, PAD_HEADS: gl.constexpr,
-    SCORES: gl.constexpr, HEADS: gl.constexpr, NORM: gl.constexpr,
-):  # fmt: skip
-    """GDN: fill x_at, weight_at, factor_at and through_at; returns k . q (normalised and scaled).
+def exp(x):
+    """e^x of weights of reads; programs of one warp: approximately, with results below the normal numbers as zero."""
+    if gl.num_warps() == 1:
+        scaled = x * 1.4426950408889634
+        x = gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [scaled], gl.float32, True, 1)
+    else:
+        x = gl.exp(x)
+    return x
 
-    The raw k and q times powers of two are exact in fp16; their norms come after the products.
+
+@gluon.jit
+def inverse_norms(left, keys_at, ROWS: gl.constexpr, WIDTH: gl.constexpr, SCORES: gl.constexpr):
+    """1 / the norms of the staged keys [rows, K], of which `left` are the left operand.
+
+    In programs of one warp the squares come from the tensor cores too: the diagonal of the keys' products.
+    """
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    if gl.num_warps() == 1:
+        turned = keys_at.permute((1, 0)).load(gl.DotOperandLayout(1, MMA, WIDTH))
+        pairs = mma_v2(left, turned, gl.zeros([ROWS, ROWS], gl.float32, layout=MMA))
+        i = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA)), 1)
+        j = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA)), 0)
+        squares = gl.sum(gl.where(i == j, pairs, 0.0), 1)
+    else:
+        keys = keys_at.load(SCORES).to(gl.float32)
+        squares = gl.sum(keys * keys, 1)
+    return gl.rsqrt(squares + 1e-6)
+
+
+@gluon.jit
+def sum_rows(a, b):
+    """Sums of a and b [rows, K] over K; of one warp every lane has a part: added up through shared memory."""
+    if gl.num_warps() == 1:
+        rows: gl.constexpr = a.shape[0]
+        per_lane: gl.constexpr = a.shape[1] // 32
+        L: gl.constexpr = gl.BlockedLayout([1, rows], [rows, 32 // rows], [1, 1], [1, 0])
+        a = gl.convert_layout(gl.sum(gl.reshape(a, [rows, 32, per_lane]), 2), L)
+        b = gl.convert_layout(gl.sum(gl.reshape(b, [rows, 32, per_lane]), 2), L)
+        a = gl.sum(a, 1)
+        b = gl.sum(b, 1)
+    else:
+        a, b = gl.reduce((a, b), 1, add2)
+    return a, b
+
+
+@gluon.jit
+def read_scalar(
+    keys_at, columns, gates, oldest, decay, k_whole, q_whole, count, scale, x_at, weight_at, factor_at,
+    READ: gl.constexpr, SPLIT: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, PAD_HEADS: gl.constexpr,
+    WIDTH: gl.constexpr, SCORES: gl.constexpr, HEADS: gl.constexpr, NORM: gl.constexpr,
+):  # fmt: skip
+    """GDN: fill x_at, weight_at, factor_at; returns k . q (normalised and scaled) and what the copy fades by [heads].
+
+    columns: k, q and anything as an operand [K, 8] with WIDTH neighbours a thread. The raw k and q times powers of two
+    are exact in fp16; their norms come after the products.
     """
     MMA: gl.constexpr = mma_layout(gl.num_warps())
     since = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, HEADS)), 0)
@@ -63,12 +110,12 @@ def read_scalar(
         norm_q = gl.rsqrt(q2 + 1e-6) * scale
     store_factors(factor_at, norm_k * inverse_k, norm_q * inverse_q)
     gates = gl.where(since == 0, gl.expand_dims(decay, 1), gates)
-    fade = gl.exp(gl.associative_scan(gates, 1, add))
-    through_at.store(gl.exp(gl.sum(gates, axis=1) + oldest))
-    score = mma_v2(keys_at.load(gl.DotOperandLayout(0, MMA, 8)), columns, gl.zeros([ROWS, 8], gl.float32, layout=MMA))
+    fade = exp(gl.associative_scan(gates, 1, add))
+    through = exp(gl.sum(gates, axis=1) + oldest)
+    left = keys_at.load(gl.DotOperandLayout(0, MMA, WIDTH))
+    score = mma_v2(left, columns, gl.zeros([ROWS, 8], gl.float32, layout=MMA))
     if NORM:
-        keys = keys_at.load(SCORES).to(gl.float32)
-        norms = gl.rsqrt(gl.sum(keys * keys, 1) + 1e-6)
+        norms = inverse_norms(left, keys_at, ROWS, WIDTH, SCORES)
         score *= gl.expand_dims(gl.convert_layout(norms, gl.SliceLayout(1, MMA)), 1)
     score_at = gl.allocate_shared_memory(gl.float32, [8 * ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     view_as(score_at, gl.float32, ROWS, 8, gl.SwizzledSharedLayout(1, 1, 1, order=[0, 1])).store(score)
@@ -78,31 +125,39 @@ def read_scalar(
     seen_k = gl.where(live, gl.expand_dims(seen_k, 0), 0.0)
     seen_q = gl.where(live, gl.expand_dims(seen_q, 0), 0.0)
     store_weights(weight_at, seen_k * fade, seen_q * fade, PAD_HEADS, ROWS)
-    return gl.sum(k_whole * q_whole, 0) * norm_k * norm_q
+    return gl.sum(k_whole * q_whole, 0) * norm_k * norm_q, through
 
 
 @gluon.jit
 def read_vector(
-    keys, gates, oldest, decay, k, q, count, scale, x_at, weight_at, factor_at,
+    keys_at, gates, oldest, decay, k, q, count, scale, x_at, weight_at, factor_at,
     READ: gl.constexpr, SPLIT: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr,
     SCORES: gl.constexpr, HEADS: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
-    """KDA's one head: as `read_scalar`, with the decay inside the operand."""
+    """KDA's one head: as `read_scalar`, with the decay inside the operand; returns k . q."""
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    IN_ROWS: gl.constexpr = gl.SliceLayout(0, HEADS)
+    # Where sums are normalised: one warp's and their norms lie apart, others' together.
+    SUMS: gl.constexpr = IN_ROWS if gl.num_warps() == 1 else gl.SliceLayout(1, SCORES)
     age = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     if NORM:
         k = k * gl.rsqrt(gl.sum(k * k, 0) + 1e-6)
         q = q * gl.rsqrt(gl.sum(q * q, 0) + 1e-6)
     q = q * scale
     gates = gl.where(gl.expand_dims(age == 0, 1), gl.expand_dims(decay, 0), gates)
-    weighted = keys * gl.exp(gl.associative_scan(gates, 0, add))
-    through = gl.exp(gl.sum(gates, axis=0) + oldest)
-    seen_k, seen_q = gl.reduce((weighted * gl.expand_dims(k, 0), weighted * gl.expand_dims(q, 0)), 1, add2)
+    weighted = keys_at.load(SCORES).to(gl.float32) * exp(gl.associative_scan(gates, 0, add))
+    through = exp(gl.sum(gates, axis=0) + oldest)
+    seen_k, seen_q = sum_rows(weighted * gl.expand_dims(k, 0), weighted * gl.expand_dims(q, 0))
+    seen_k = gl.convert_layout(seen_k, SUMS)
+    seen_q = gl.convert_layout(seen_q, SUMS)
     if NORM:
-        norms = gl.rsqrt(gl.sum(keys * keys, 1) + 1e-6)
+        left = keys_at.load(gl.DotOperandLayout(0, MMA, 2))
+        norms = gl.convert_layout(inverse_norms(left, keys_at, ROWS, 2, SCORES), SUMS)
         seen_k *= norms
         seen_q *= norms
-    seen_k = gl.expand_dims(gl.convert_layout(gl.where(age < count, seen_k, 0.0), gl.SliceLayout(0, HEADS)), 0)
-    seen_q = gl.expand_dims(gl.convert_layout(gl.where(age < count, seen_q, 0.0), gl.SliceLayout(0, HEADS)), 0)
+    live = gl.arange(0, ROWS, layout=SUMS) < count
+    seen_k = gl.expand_dims(gl.convert_layout(gl.where(live, seen_k, 0.0), IN_ROWS), 0)
+    seen_q = gl.expand_dims(gl.convert_layout(gl.where(live, seen_q, 0.0), IN_ROWS), 0)
     store_weights(weight_at, seen_k, seen_q, 1, ROWS)
     kq = gl.sum(k * q, 0)
     k = k * through

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from replayssm.ops.delta.gluon_read_flush import flush_rows
+from replayssm.ops.delta.gluon_read_crew import flush_rows
 from replayssm.ops.delta.gluon_read_part import read_heads
 from replayssm.ops.delta.gluon_read_warp import read_heads_alone
 from replayssm.ops.gluon_formats import scales_a_row

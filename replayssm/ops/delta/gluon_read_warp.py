@@ -12,16 +12,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from replayssm.ops.delta.gluon_common import row_of, row_of_age, wrap
 from replayssm.ops.delta.gluon_layouts import scores_layout
-from replayssm.ops.delta.gluon_read_codes import (
-    block_sums,
-    load_operand,
-    load_words,
-    operand_sets,
-    words_a_row,
-)
-from replayssm.ops.delta.gluon_read_pairs import load_pairs, scale_pair_sums
+from replayssm.ops.delta.gluon_read_codes import block_sums, load_operand, load_words, operand_sets, words_a_row
 from replayssm.ops.delta.gluon_read_part import far, ring_gates, token_gates, view_as_3d
-from replayssm.ops.delta.gluon_read_warp_scores import read_scalar, read_vector
+from replayssm.ops.delta.gluon_read_scales import load_pairs, scale_pair_sums
+from replayssm.ops.delta.gluon_read_scores import read_scalar, read_vector
 from replayssm.ops.gluon_chunk import rows_shared
 from replayssm.ops.gluon_formats import scales_a_row
 from replayssm.ops.gluon_window_parts import copy_to_shared, mma_layout
@@ -186,7 +180,8 @@ def read_heads_alone(
     else:
         columns = kq_at.permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
         kq, through = read_scalar(keys_at, columns, gates, oldest, decay, k_whole, q_whole, committed, scale,
-                                  operand_at, weight_at, factor_at, READ, SPLIT, K, BLOCK_L, PAD_HEADS, 2, LH, NORM)
+                                  operand_at, weight_at, factor_at, READ, SPLIT, K, BLOCK_L, PAD_HEADS, 2, SCORES, LH,
+                                  NORM)
         through_at.store(through * unit)
     new = wrap(start + committed, ring_len)
     gl.store(ring_beta + offs_h * stride_rb_head + new, b, mask=mask_h)

@@ -28,7 +28,7 @@ def delta_read_window_flush_kernel(
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BLOCK_V: gl.constexpr, BLOCK_B: gl.constexpr, ROWS: gl.constexpr, READ: gl.constexpr, COPY: gl.constexpr,
     KDA: gl.constexpr, RAW: gl.constexpr, HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr, NORM: gl.constexpr,
-    CHUNK_HEADS: gl.constexpr,
+    CHUNK_HEADS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """The rows that flush: checkpoints and copies. READ: the format read: of the copy, or (not COPY) the checkpoint."""
     gdc_wait()
@@ -43,6 +43,7 @@ def delta_read_window_flush_kernel(
         stride_rb_slot, stride_rb_head, chunks_codes_slot, stride_scales_slot, stride_global_slot,
         stride_state_scales_slot,
         HV, GROUP, K, V, BLOCK_V, BLOCK_B, ROWS, READ, COPY, KDA, RAW, HAS_BIAS, BOUNDED, NORM, CHUNK_HEADS,
+        PIECES,
     )  # fmt: skip
 
 

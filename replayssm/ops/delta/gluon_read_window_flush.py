@@ -11,6 +11,7 @@ from replayssm.ops.delta.gluon_read_chunk import flush_heads
 from replayssm.ops.delta.gluon_read_flush import flush_head
 from replayssm.ops.delta.gluon_read_renew import CHUNK, staged_layout
 from replayssm.ops.delta.gluon_read_window_heads import flush_in_loops
+from replayssm.ops.delta.gluon_read_window_kept import flush_kept_heads
 from replayssm.ops.gluon_formats import scales_a_row
 from replayssm.ops.gluon_read_window_rows import rank_of_rows
 
@@ -27,6 +28,7 @@ def flush_windows(
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr,
     BLOCK_B: gl.constexpr, ROWS: gl.constexpr, READ: gl.constexpr, COPY: gl.constexpr, KDA: gl.constexpr,
     RAW: gl.constexpr, HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr, NORM: gl.constexpr, CHUNK_HEADS: gl.constexpr,
+    PIECES: gl.constexpr,
 ):  # fmt: skip
     """Flush every `crew`-th of the (row, v-head) that flush in this step, from number `member` on."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -42,6 +44,7 @@ def flush_windows(
     rank_at = gl.allocate_shared_memory(gl.int32, [BLOCK_B], FLAT, rank)
     PARTS: gl.constexpr = HV // max(1, CHUNK_HEADS)
     LOOPED: gl.constexpr = CHUNK_HEADS > 0 and COPY and READ != "fp8" and BITS != 8
+    KEPT: gl.constexpr = READ == "nvfp4" and not KDA and BLOCK_V == V
     if LOOPED:
         # Equal shares of all heads, so that no program has more than one more than another.
         begin = member * total * HV // crew
@@ -49,14 +52,24 @@ def flush_windows(
         for item in tl.range(begin // CHUNK_HEADS, (end + CHUNK_HEADS - 1) // CHUNK_HEADS, disable_licm=True):
             row = gl.arange(0, BLOCK_B, layout=LR)
             token = gl.sum(gl.where(rank_at.load(LR) == item // PARTS, row, 0), 0).to(gl.int64)
-            flush_in_loops(
-                token, item % PARTS, gl.maximum(begin - item * CHUNK_HEADS, 0),
-                gl.minimum(end - item * CHUNK_HEADS, CHUNK_HEADS), state, ring_k, ring_v, ring_g, ring_beta, cursors,
-                slot_indices, codes, scales, global_scale, ring_len, chunks_state_slot, chunks_state_head,
-                stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head, stride_rg_slot, stride_rg_head,
-                stride_rb_slot, stride_rb_head, chunks_codes_slot, stride_scales_slot, stride_global_slot, GROUP,
-                CHUNK_HEADS, K, V, BLOCK_V, ROWS, NORM, READ, KDA,
-            )  # fmt: skip
+            first_head = gl.maximum(begin - item * CHUNK_HEADS, 0)
+            last_head = gl.minimum(end - item * CHUNK_HEADS, CHUNK_HEADS)
+            if KEPT:
+                flush_kept_heads(
+                    token, item % PARTS, first_head, last_head, state, ring_k, ring_v, ring_g, ring_beta, cursors,
+                    slot_indices, codes, scales, global_scale, ring_len, chunks_state_slot, chunks_state_head,
+                    stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head, stride_rg_slot, stride_rg_head,
+                    stride_rb_slot, stride_rb_head, chunks_codes_slot, stride_scales_slot, stride_global_slot, GROUP,
+                    CHUNK_HEADS, K, V, ROWS, NORM, PIECES,
+                )  # fmt: skip
+            else:
+                flush_in_loops(
+                    token, item % PARTS, first_head, last_head, state, ring_k, ring_v, ring_g, ring_beta, cursors,
+                    slot_indices, codes, scales, global_scale, ring_len, chunks_state_slot, chunks_state_head,
+                    stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head, stride_rg_slot, stride_rg_head,
+                    stride_rb_slot, stride_rb_head, chunks_codes_slot, stride_scales_slot, stride_global_slot, GROUP,
+                    CHUNK_HEADS, K, V, BLOCK_V, ROWS, NORM, READ, KDA,
+                )  # fmt: skip
         return
     if CHUNK_HEADS > 0:
         for item in tl.range(member, total * PARTS, crew, disable_licm=True):

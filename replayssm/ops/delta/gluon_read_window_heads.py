@@ -12,18 +12,22 @@ from triton.experimental.gluon import language as gl
 from replayssm.ops.delta.gluon_chunk_gdn import chunk_tables, load_keys, solve_operands, stage_keys
 from replayssm.ops.delta.gluon_chunk_kda import kda_chunk_tables
 from replayssm.ops.delta.gluon_common import barrier, row_of
-from replayssm.ops.delta.gluon_read_codes import as_shape
 from replayssm.ops.delta.gluon_read_head import largest_of, prefetch
 from replayssm.ops.delta.gluon_read_lean import encode_int8
 from replayssm.ops.delta.gluon_read_tile import load_rows_v
+from replayssm.ops.delta.gluon_read_window_pieces import (
+    piece_operands,
+    pieces_shared,
+    stage_again,
+    stage_pieces,
+    store_columns,
+)
 from replayssm.ops.gluon_chunk import (
     PIECE,
     chunk_layout,
     from_pieces,
-    in_chunk_order,
     left_parts,
     num_parts,
-    parts_of,
     products,
     rows_shared,
     to_pieces,
@@ -33,52 +37,6 @@ from replayssm.ops.gluon_flushers import opaque
 from replayssm.ops.gluon_formats import encode_nvfp4_numbers, global_scale, scales_a_row
 from replayssm.ops.gluon_read_window_codes import codes_a_row
 from replayssm.ops.gluon_window_parts import mma_layout
-
-
-@gluon.constexpr_function
-def pieces_shared(rank):
-    """Shared memory of pieces [.., rows, 32] of 16 bits: operands of both products without bank conflicts."""
-    return gl.SwizzledSharedLayout(8, 2, 4, order=list(range(rank))[::-1])
-
-
-@gluon.jit
-def stage_pieces(pieces_at, x):
-    """Put the parts of x [rows, K] into shared memory [parts * K / 32, rows, 32], in chunk order."""
-    parts = parts_of(x)
-    COUNT: gl.constexpr = x.shape[1] // PIECE
-    SHAPE: gl.constexpr = [pieces_at.shape[0], pieces_at.shape[1], pieces_at.shape[2]]
-    whole_at = as_shape(pieces_at, gl.bfloat16, SHAPE, pieces_shared(3))
-    for p in gl.static_range(len(parts)):
-        turned = gl.permute(gl.reshape(in_chunk_order(parts[p], PIECE), [x.shape[0], COUNT, PIECE]), (1, 0, 2))
-        whole_at.slice(p * COUNT, COUNT).store(turned)
-
-
-@gluon.jit
-def stage_again(pieces_at, rows_at):
-    """As `stage_pieces`, of parts that lie in shared memory [parts, rows, K] in chunk order already."""
-    PARTS: gl.constexpr = rows_at.shape[0]
-    ROWS: gl.constexpr = rows_at.shape[1]
-    COUNT: gl.constexpr = rows_at.shape[2] // PIECE
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    SHAPE: gl.constexpr = [pieces_at.shape[0], pieces_at.shape[1], pieces_at.shape[2]]
-    whole_at = as_shape(pieces_at, gl.bfloat16, SHAPE, pieces_shared(3))
-    for p in gl.static_range(PARTS):
-        turned = gl.permute(gl.reshape(rows_at.index(p).load(L), [ROWS, COUNT, PIECE]), (1, 0, 2))
-        whole_at.slice(p * COUNT, COUNT).store(turned)
-
-
-@gluon.jit
-def piece_operands(pieces_at, c, PARTS: gl.constexpr, COUNT: gl.constexpr, TURNED: gl.constexpr, MMA: gl.constexpr):
-    """The parts of staged piece c as right operands: [rows, 32], or (TURNED) [32, rows]."""
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    parts = ()
-    for p in gl.static_range(PARTS):
-        part_at = pieces_at.index(p * COUNT + c)
-        if TURNED:
-            parts = parts + (part_at.permute((1, 0)).load(RIGHT),)
-        else:
-            parts = parts + (part_at.load(RIGHT),)
-    return parts
 
 
 @gluon.jit
@@ -166,13 +124,6 @@ def encode_head(state, codes, scales, power, inverse_power, K: gl.constexpr, V: 
         if not EXACT:
             doubts = doubts | gl.convert_layout(gl.max(doubtful.to(gl.int32), 1), doubts.type.layout)
     return gl.max(doubts, 0)
-
-
-@gluon.jit
-def store_columns(to, x, PITCH: gl.constexpr):
-    """Store x as columns of rows of PITCH elements."""
-    rows = gl.expand_dims(gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout)) * PITCH, 1)
-    gl.store(to + (rows + gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout)), 0)), x)
 
 
 @gluon.jit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_wait
 
 from replayssm.ops.delta.gluon_read_window_part import read_window
 from replayssm.ops.gluon_window_parts import zero_rows
@@ -38,15 +37,13 @@ def read_row(
         limit = gl.load(cursors + slot * 4 + 2)
         flushes = (committed > 0) & (committed + length > gl.minimum(limit, buffer_len))
         if (flushes == late) & (length > 0):
-            if late:
-                gdc_wait()
             read_window(
-                slot, head, first, length, start, committed, gl.where(late, 0, committed), q, k, v, g, beta, A_log,
-                dt_bias, ring_k, ring_v, ring_u, ring_g, ring_beta, parents, out, codes, scales, global_scale, ring_len,
-                scale, lower_bound, stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token,
-                stride_v_head, stride_g_token, stride_g_head, stride_beta_token, stride_beta_head, stride_out_token,
-                stride_out_head, stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head, stride_ru_slot,
-                stride_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head, chunks_codes_slot,
-                stride_scales_slot, stride_global_slot,
+                slot, head, late, first, length, start, committed, gl.where(late, 0, committed), q, k, v, g, beta,
+                A_log, dt_bias, ring_k, ring_v, ring_u, ring_g, ring_beta, parents, out, codes, scales, global_scale,
+                ring_len, scale, lower_bound, stride_q_token, stride_q_head, stride_k_token, stride_k_head,
+                stride_v_token, stride_v_head, stride_g_token, stride_g_head, stride_beta_token, stride_beta_head,
+                stride_out_token, stride_out_head, stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head,
+                stride_ru_slot, stride_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
+                chunks_codes_slot, stride_scales_slot, stride_global_slot,
                 HEADS, GROUP, K, V, ROWS, TOKENS, READ, TREE, KDA, RAW, HAS_BIAS, BOUNDED, NORM,
             )  # fmt: skip

@@ -17,8 +17,8 @@ from .gluon_layouts import keys_layout, scores_layout, tile_layout, tile_shared,
 from .gluon_read16 import read_tiles_16
 from .gluon_schedule import leaves_flush, read_cursors
 from .gluon_scores import keep_decay, keep_rows, load_gate, load_ring_gates, score, this_token
-from .gluon_space import flush_space, token_space
-from .gluon_tiles import append_row, fetch_first, fetch_more, fetch_rows, flush_tiles, read_tiles
+from .gluon_space import flush_space, late_space, token_space
+from .gluon_tiles import append_row, fetch_first, fetch_more, fetch_rows, flush_tiles, read_tiles, write_kept
 
 
 @gluon.jit
@@ -31,7 +31,7 @@ def step_row(
     chunks_state_slot, chunks_state_head, stride_rk_slot, stride_rk_head, chunks_rv_slot, chunks_rv_head,
     chunks_ru_slot, chunks_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
     GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, NUM_TILES: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr, FLUSHERS: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, FLUSHERS: gl.constexpr, LATE: gl.constexpr,
     TENSOR_CORES: gl.constexpr, BLOCK_L: gl.constexpr, KDA: gl.constexpr, RAW: gl.constexpr, HAS_BIAS: gl.constexpr,
     BOUNDED: gl.constexpr, NORM: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
@@ -109,14 +109,13 @@ def step_row(
         # The committed rows, youngest first: a row that reads weighs them, a flushing row replays them one by one (in
         # chunk form it loads them later).
         rows = gl.where(flush, 0, committed) if CHUNK else committed
-        one_by_one = False if CHUNK else flush
         age = gl.arange(0, BLOCK_L, layout=gl.SliceLayout(1, SCORES))
         inner = gl.expand_dims(gl.arange(0, K, layout=gl.SliceLayout(0, SCORES)), 0)
         keys = gl.load(ring_k + gl.expand_dims(row_of_age(start, committed, age, ring_len), 1) * K + inner,
                        mask=gl.expand_dims(age < rows, 1), other=0.0)
-        gates, oldest, betas = load_ring_gates(ring_g, ring_beta, cols, inner, age, offs_h, mask_h, start, rows,
-                                               one_by_one, ring_len, stride_rg_head, stride_rb_head, BLOCK_L, K, KDA,
-                                               HEADS)
+        gates, oldest, betas = load_ring_gates(
+            ring_g, ring_beta, cols, inner, age, offs_h, mask_h, start, rows, False if CHUNK else flush, ring_len,
+            stride_rg_head, stride_rb_head, BLOCK_L, K, KDA, HEADS)
         fetch_first(smem.index(0), u_smem.index(0), state, gl.where(flush, ring_v + first_col, ring_u), begin, start,
                     committed, ring_len, stride_state_head, gl.where(flush, stride_rv_head, stride_ru_head), K, V,
                     BLOCK_V, BLOCK_L, EARLY, flush if CHUNK else False)
@@ -135,7 +134,7 @@ def step_row(
             score(keys, inverse, gates, oldest, decay, k_now, q_now, committed, k_at, q_at, seen_k_at, seen_q_at,
                   through_at, BLOCK_L, PAD_HEADS, KDA, SCORES, HEADS)
         new = wrap(start + committed, ring_len)
-        if begin == 0:
+        if (begin == 0) & flush if LATE else begin == 0:
             append_row(v_raw, k_raw, decay, b, ring_v, ring_k, ring_g, ring_beta, new, cols, line_head, line_col,
                        offs_h, mask_h, first_tile, stride_rv_head, stride_rg_head, stride_rb_head, K, V, PER_HEAD, KDA)
         barrier()
@@ -154,11 +153,21 @@ def step_row(
                     v_at, through_at, beta_at, state, ring_v + first_col, ring_u, out, kq, start, committed, new,
                     ring_len, stride_state_head, stride_rv_head, stride_ru_head, stride_out_head, K, V, BLOCK_V,
                     BLOCK_L, NUM_TILES, PAD_HEADS, KDA, TILE, VALUES, begin, end)
-        elif MMA:
-            read_tiles_16(smem, u_smem, k_at, q_at, v_at, seen_k_at, seen_q_at, through_at, beta_at, state, ring_u, out,
-                          kq, start, committed, new, ring_len, stride_state_head, stride_ru_head, stride_out_head, K, V,
-                          BLOCK_V, BLOCK_L, NUM_TILES, STAGES, PAD_HEADS)
         else:
-            read_tiles(smem, u_smem, k_at, q_at, v_at, seen_k_at, seen_q_at, through_at, beta_at, state, ring_u, out,
-                       kq, start, committed, new, ring_len, stride_state_head, stride_ru_head, stride_out_head, K, V,
-                       BLOCK_V, BLOCK_L, NUM_TILES, STAGES, PAD_HEADS, TILE, VALUES)
+            kept_u, kept_out = late_space(ring_u, out, NUM_TILES * BLOCK_V, LATE)
+            if MMA:
+                read_tiles_16(
+                    smem, u_smem, k_at, q_at, v_at, seen_k_at, seen_q_at, through_at, beta_at, state, ring_u, out, kq,
+                    start, committed, new, ring_len, stride_state_head, stride_ru_head, stride_out_head, K, V, BLOCK_V,
+                    BLOCK_L, NUM_TILES, STAGES, PAD_HEADS, kept_u, kept_out, LATE)
+            else:
+                read_tiles(
+                    smem, u_smem, k_at, q_at, v_at, seen_k_at, seen_q_at, through_at, beta_at, state, ring_u, out, kq,
+                    start, committed, new, ring_len, stride_state_head, stride_ru_head, stride_out_head, K, V, BLOCK_V,
+                    BLOCK_L, NUM_TILES, STAGES, PAD_HEADS, TILE, VALUES, kept_u, kept_out, LATE)
+            if LATE:
+                write_kept(kept_u, kept_out, ring_u - first_col, out - first_col, line_head, line_col, new,
+                           stride_ru_head, stride_out_head, V)
+                append_row(
+                    v_raw, k_raw, decay, b, ring_v, ring_k, ring_g, ring_beta, new, cols, line_head, line_col, offs_h,
+                    mask_h, first_tile, stride_rv_head, stride_rg_head, stride_rb_head, K, V, PER_HEAD, KDA)

@@ -61,20 +61,6 @@ def place(num_rows, programs_a_row, slot_indices, cursors, num_slots, pad_slot_i
 
 
 @gluon.jit
-def likely_place(num_rows, programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_len,
-                 INTERLEAVE: gl.constexpr, FLUSH_PROGRAMS: gl.constexpr):
-    """(row, which of its programs) from the place in the grid alone; the row of a program that only flushes is -1."""
-    if FLUSH_PROGRAMS > 0:
-        item = gl.program_id(0) - FLUSH_PROGRAMS
-        row = gl.where(item < 0, -1, item // programs_a_row)
-        part = item - row * programs_a_row
-    else:
-        row, part = place(num_rows, programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_len,
-                          INTERLEAVE, 0)
-    return row, part
-
-
-@gluon.jit
 def work_of_program(num_rows, programs_a_row, slot_indices, cursors, num_slots, pad_slot_id, buffer_len,
                     TILES: gl.constexpr, INTERLEAVE: gl.constexpr, SETTLE: gl.constexpr, FLUSHERS: gl.constexpr):
     """(row, which of its programs, first tile, last tile, whether it only flushes) of this program.

@@ -70,6 +70,15 @@ def spare_table(
 
 
 @gluon.jit
+def late_space(ring_u, out, ROWS: gl.constexpr, LATE: gl.constexpr):
+    """Where a program that reads keeps u and outputs of its ROWS V rows until its end (if LATE)."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    kept_u = gl.allocate_shared_memory(ring_u.dtype.element_ty, [ROWS], FLAT) if LATE else ring_u
+    kept_out = gl.allocate_shared_memory(out.dtype.element_ty, [ROWS], FLAT) if LATE else out
+    return kept_u, kept_out
+
+
+@gluon.jit
 def token_space(K: gl.constexpr, PAD_HEADS: gl.constexpr, BLOCK_L: gl.constexpr):
     """Where a program keeps k and q, the weights of the ring's rows through them, and the checkpoint's decay."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .gluon_common import add2, replay_rows, row_of, row_of_age, sum_k, table
+from .gluon_common import add2, barrier, replay_rows, row_of, row_of_age, sum_k, table
 from .gluon_layouts import copy_layout
 
 # Triton 3.9's name, and 3.6's.
@@ -75,22 +75,41 @@ def fetch_more(
 
 
 @gluon.jit
-def finish_rows(at_k, at_q, v_now, kq, beta, ring_u, out):
-    """Output and u of some V rows from what checkpoint and ring give for k and q; the pointers are of these rows."""
+def finish_rows(at_k, at_q, v_now, kq, beta, ring_u, out, KEEP: gl.constexpr = False):
+    """Output and u of some V rows from what checkpoint and ring give for k and q.
+
+    To pointers of these rows, or (KEEP) to shared memory for `write_kept`.
+    """
     u = beta * (v_now.to(gl.float32) - at_k)
-    gl.store(out, (at_q + kq * u).to(out.dtype.element_ty))
-    gl.store(ring_u, u.to(ring_u.dtype.element_ty))
+    o = at_q + kq * u
+    if KEEP:
+        out.store(o.to(out.dtype))
+        ring_u.store(u.to(ring_u.dtype))
+    else:
+        gl.store(out, o.to(out.dtype.element_ty))
+        gl.store(ring_u, u.to(ring_u.dtype.element_ty))
 
 
 @gluon.jit
-def finish_tile(S, acc_k, acc_q, v_now, kq, k_at, q_at, through, beta, ring_u, out, TILE: gl.constexpr):
-    """Output and u of a tile's V rows; the pointers are of these rows."""
+def finish_tile(S, acc_k, acc_q, v_now, kq, k_at, q_at, through, beta, ring_u, out, TILE: gl.constexpr,
+                KEEP: gl.constexpr = False):
+    """Output and u of a tile's V rows, written as by `finish_rows`."""
     k = k_at.load(gl.SliceLayout(0, TILE))
     q = q_at.load(gl.SliceLayout(0, TILE))
     S = S.to(gl.float32)
     at_k = sum_k(S * gl.expand_dims(k, 0), TILE)
     at_q = sum_k(S * gl.expand_dims(q, 0), TILE)
-    finish_rows(acc_k + at_k * through, acc_q + at_q * through, v_now, kq, beta, ring_u, out)
+    finish_rows(acc_k + at_k * through, acc_q + at_q * through, v_now, kq, beta, ring_u, out, KEEP)
+
+
+@gluon.jit
+def write_kept(kept_u, kept_out, ring_u, out, line_head, line_col, new, stride_ru_head, stride_out_head,
+               V: gl.constexpr):
+    """Write u and outputs of all tiles at once, behind the reads of the state; the pointers are of a v-head's row 0."""
+    barrier()
+    LINE: gl.constexpr = line_col.type.layout
+    gl.store(ring_u + line_head * stride_ru_head + new * V + line_col, kept_u.load(LINE))
+    gl.store(out + line_head * stride_out_head + line_col, kept_out.load(LINE))
 
 
 @gluon.jit
@@ -117,8 +136,12 @@ def read_tiles(
     new, ring_len, stride_state_head, stride_ru_head, stride_out_head,
     K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_L: gl.constexpr, NUM_TILES: gl.constexpr,
     STAGES: gl.constexpr, PAD_HEADS: gl.constexpr, TILE: gl.constexpr, VALUES: gl.constexpr,
+    kept_u, kept_out, LATE: gl.constexpr,
 ):
-    """Outputs of a row that does not flush; the first STAGES tiles are on their way."""
+    """Outputs of a row that does not flush; the first STAGES tiles are on their way.
+
+    LATE: outputs and u go to kept_out and kept_u.
+    """
     PER_HEAD: gl.constexpr = V // BLOCK_V
     IN_V: gl.constexpr = gl.SliceLayout(1, TILE)
     IN_ROWS: gl.constexpr = gl.SliceLayout(1, VALUES)
@@ -143,7 +166,9 @@ def read_tiles(
                     gl.convert_layout(acc_q, IN_V, assert_trivial=True),
                     row_of(v_at, t, NUM_TILES, BLOCK_V).load(IN_V), kq, k_at, q_at,
                     row_of(through_at, h, PAD_HEADS, 1).load(IN_V), row_of(beta_at, h, PAD_HEADS, 1).load(IN_V),
-                    ring_u + h * stride_ru_head + new * V + col + v, out + h * stride_out_head + col + v, TILE)
+                    row_of(kept_u, t, NUM_TILES, BLOCK_V) if LATE else ring_u + h * stride_ru_head + new * V + col + v,
+                    row_of(kept_out, t, NUM_TILES, BLOCK_V) if LATE else out + h * stride_out_head + col + v, TILE,
+                    LATE)
 
 
 @gluon.jit

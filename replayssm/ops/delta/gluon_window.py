@@ -22,6 +22,7 @@ from replayssm.ops.delta.gluon_window_channels import (
     load_new_channels,
     stage_channels,
 )
+from replayssm.ops.delta.gluon_window_fold import chunk_width
 from replayssm.ops.delta.gluon_window_gdn import decays, gdn_tables, load_new_gates, load_old_beta, load_old_gates
 from replayssm.ops.delta.gluon_window_kda_tables import channel_tables
 from replayssm.ops.delta.gluon_window_loop import run_tiles
@@ -29,16 +30,9 @@ from replayssm.ops.delta.gluon_window_place import is_elsewhere, take_place
 from replayssm.ops.delta.gluon_window_prepare import prepare_channel_fold, prepare_fold, prepare_replay
 from replayssm.ops.delta.gluon_window_rows import append_keys, gates_layout, load_columns, load_keys, stage_rows
 from replayssm.ops.delta.gluon_window_solve import solution_shared, stage_solution
-from replayssm.ops.delta.gluon_window_tile import fetch_from, fetch_values
+from replayssm.ops.delta.gluon_window_tile import fetch_from, fetch_rows, fetch_values, tile_of
 from replayssm.ops.gluon_chunk import rows_shared
-from replayssm.ops.gluon_window_parts import (
-    columns_shared,
-    fetch_tile,
-    mma_layout,
-    state_shared,
-    wrap,
-    zero_rows,
-)
+from replayssm.ops.gluon_window_parts import columns_shared, mma_layout, state_shared, wrap, zero_rows
 from replayssm.ops.mamba2.gluon_names import view
 
 
@@ -70,6 +64,9 @@ def delta_window_kernel(
     MMA: gl.constexpr = mma_layout(WARPS)
     READ: gl.constexpr = ACT if STATE == ACT and not KDA else gl.float32
     LB: gl.constexpr = gates_layout(WARPS)
+    # KDA folds a tile chunk by chunk.
+    WIDTH: gl.constexpr = chunk_width(BITS) if KDA and CHUNK else K
+    NC: gl.constexpr = K // WIDTH
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if HINT > 0:
@@ -103,7 +100,7 @@ def delta_window_kernel(
     start = gl.load(cursors + slot * 4)
     committed = gl.load(cursors + slot * 4 + 1)
     limit = gl.load(cursors + slot * 4 + 2)
-    tiles = gl.allocate_shared_memory(STATE, [STAGES, BLOCK_V, K], state_shared(BITS))
+    tiles = gl.allocate_shared_memory(STATE, [STAGES * NC, BLOCK_V, WIDTH], state_shared(BITS))
     VALUES: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(8, BLOCK_V // 8), order=[1, 0])
     values_at = gl.allocate_shared_memory(ACT, [STAGES + 1, ROWS, BLOCK_V], VALUES)
     # Of twice as many rows as there are tokens, since as many columns are read.
@@ -115,7 +112,7 @@ def delta_window_kernel(
     # The ring's rows must not queue behind more than this before the cursors are known.
     first_state = state + (begin // PER_HEAD * stride_state_head + begin % PER_HEAD * (BLOCK_V * K))
     if EARLY > 0:
-        fetch_tile(tiles.index(0).slice(0, EARLY), first_state, K, EARLY)
+        fetch_rows(tile_of(tiles, 0, NC), first_state, 0, EARLY, K)
     v += first * stride_v_token + head * stride_v_head + first_v
     columns = load_columns(
         q + first * stride_q_token + k_head * stride_q_head, k + first * stride_k_token + k_head * stride_k_head,
@@ -171,9 +168,9 @@ def delta_window_kernel(
                 v + (to_h * stride_v_head + to_col), start, committed, length, ring_len, stride_v_token, V,
             )  # fmt: skip
             if s == 0:
-                fetch_from(tiles.index(0), first_state, EARLY, K)
+                fetch_from(tile_of(tiles, 0, NC), first_state, EARLY, BLOCK_V, K)
             else:
-                fetch_tile(tiles.index(s), state + (to_h * stride_state_head + to_col * K), K, BLOCK_V)
+                fetch_rows(tile_of(tiles, s, NC), state + (to_h * stride_state_head + to_col * K), 0, BLOCK_V, K)
         async_copy.commit_group()
 
     score_at = gl.allocate_shared_memory(gl.float32, [ROWS, COLUMNS], PLAIN)
@@ -207,7 +204,7 @@ def delta_window_kernel(
         new = channel_decays(new, a_log, bias, length, lower_bound, RAW, BOUNDED)
         if skipped == 0:
             append_channels(ring_g, new, fresh, length, ring_len)
-        columns_at = gl.allocate_shared_memory(READ, [COLUMNS, K], columns_shared(128 // BITS))
+        columns_at = gl.allocate_shared_memory(READ, [NC, COLUMNS, WIDTH], columns_shared(128 // BITS))
         channel_tables(
             space, plain_at, columns_at, score_at, coef_at, new, parents + first, length, flush, scale, ROWS, TOKENS,
             TREE, NORM,
@@ -220,15 +217,15 @@ def delta_window_kernel(
             parents + first, length, HEADS, ROWS, TOKENS, TREE,
         )  # fmt: skip
         # So late that it takes the place of what the tables needed.
-        columns_at = gl.allocate_shared_memory(READ, [COLUMNS, K], columns_shared(128 // BITS))
-        columns_at.store(columns.to(READ))
+        columns_at = gl.allocate_shared_memory(READ, [NC, COLUMNS, WIDTH], columns_shared(128 // BITS))
+        columns_at.index(0).store(columns.to(READ))
     stage_solution(coef_at, beta_at, scale_at, solution_at, HEADS, TOKENS, not KDA)
     gdc_launch_dependents()
     rings = (ring_k, ring_g, ring_beta, start, committed, ring_len, stride_rg_head, stride_rb_head)
     if not CHUNK:
         folding = prepare_replay(rings, flush, HEADS, K, ROWS, KDA, NORM)
     elif KDA:
-        folding = prepare_channel_fold(space, b_old, flush, ROWS, K, 128 // BITS)
+        folding = prepare_channel_fold(space, b_old, flush, committed, ROWS, K, 128 // BITS)
     else:
         folding = prepare_fold((raw_at, norm_at, keys, own, b_old), grown_at, flush, HEADS, 128 // BITS)
     tables = (columns_at, solution_at, fade_at, through_at)

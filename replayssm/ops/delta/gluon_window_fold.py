@@ -9,15 +9,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.gluon_chunk import (
-    left_parts,
-    parts_of,
-    products,
-    row_of_columns,
-    rows_shared,
-    split3,
-)
-from replayssm.ops.gluon_window_parts import mma_layout
+from replayssm.ops.delta.gluon_window_tile import store_tile
+from replayssm.ops.gluon_chunk import left_parts, parts_of, products, row_of_columns, rows_shared, split3
+from replayssm.ops.gluon_window_parts import mma_layout, product
 from replayssm.ops.mamba2.gluon_names import view
 
 
@@ -139,50 +133,91 @@ def load_parts(parts_at, c: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.conste
 
 
 @gluon.jit
-def fold_rows(
-    S,
-    v_at,
-    committed,
-    keys_at,
-    updates_at,
-    inverse_at,
-    through,
-    grow,
-    fade,
-    KDA: gl.constexpr,
-    KW: gl.constexpr,
-    LS: gl.constexpr,
-):
-    """The tile, a tuple of [V, columns] in `LS`, after the committed rows, in fp32.
+def solve_rows(W, v_at, committed, inverse_at):
+    """U [V, rows] from W; v_at [rows, V], of which `committed` count."""
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    ROWS: gl.constexpr = v_at.shape[0]
+    BLOCK_V: gl.constexpr = v_at.shape[1]
+    live = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA)) < committed, 0)
+    R = gl.where(live, v_at.permute((1, 0)).load(MMA).to(gl.float32) - W, 0.0)
+    inverse = inverse_at.permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
+    return products(left_parts(R, MMA), split3(inverse), gl.zeros([BLOCK_V, ROWS], gl.float32, layout=MMA))
 
-    v_at [rows, V], of which `committed` count; keys_at: parts [rows, K] of what multiplies the tile, in
-    `to_key_order`; updates_at: what U
-    multiplies, in `to_update_order`; through: what the tile's columns decay by, a tuple; grow, fade [rows]: what W and
-    U are multiplied by, where that is not in the keys already (KDA).
+
+@gluon.jit
+def fold_tile(S, state, v_at, committed, tables, folding, h, KW: gl.constexpr, LS: gl.constexpr):
+    """GDN: a tile, a tuple of [V, columns] in `LS`, after the committed rows, stored at `state`.
+
+    Returns what memory now holds. v_at [rows, V], of which `committed` count.
     """
     MMA: gl.constexpr = mma_layout(gl.num_warps())
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    IN_N: gl.constexpr = gl.SliceLayout(0, MMA)
     WIDTH: gl.constexpr = S[0].shape[1]
     ROWS: gl.constexpr = v_at.shape[0]
     BLOCK_V: gl.constexpr = v_at.shape[1]
+    keys_at, updates_at, inverse_at, norm_at, grown_at = folding
+    columns_at, solution_at, fade_at, through_at = tables
+    through = gl.expand_dims(through_at.index(h).load(gl.SliceLayout(1, LS)), 1)
+    norm = norm_at.slice(0, ROWS).load(IN_N)
+    grow = grown_at.index(h).load(IN_N) * norm
+    fade = fade_at.index(h).load(IN_N) * norm
+    inverse_at = inverse_at.index(h)
     none = gl.zeros([BLOCK_V, ROWS], gl.float32, layout=MMA)
     W = none
     for c in gl.static_range(len(S)):
         seen = products(key_operands(S[c], KW), load_parts(keys_at, c, WIDTH, RIGHT, True), none)
         W = seen if c == 0 else W + seen
-    if not KDA:
-        W *= gl.expand_dims(grow, 0)
-    live = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA)) < committed, 0)
-    R = gl.where(live, v_at.permute((1, 0)).load(MMA).to(gl.float32) - W, 0.0)
-    inverse = inverse_at.permute((1, 0)).load(RIGHT)
-    U = products(left_parts(R, MMA), split3(inverse), none)
-    if not KDA:
-        U *= gl.expand_dims(fade, 0)
+    U = solve_rows(W * gl.expand_dims(grow, 0), v_at, committed, inverse_at) * gl.expand_dims(fade, 0)
     left = left_parts(U, MMA)
     folded = ()
     for c in gl.static_range(len(S)):
         zero = gl.zeros([BLOCK_V, WIDTH], gl.float32, layout=MMA)
         delta = from_update_order(products(left, load_parts(updates_at, c, WIDTH, RIGHT, False), zero), KW, LS)
-        decay, delta = gl.broadcast(through[c], delta)
+        decay, delta = gl.broadcast(through, delta)
         folded = folded + (gl.fma(S[c].to(gl.float32), decay, delta),)
-    return folded
+    return store_tile(state, folded, len(S) * WIDTH, LS)
+
+
+@gluon.jit
+def three_of(memory, first, STEP: gl.constexpr):
+    return memory.index(first), memory.index(first + STEP), memory.index(first + 2 * STEP)
+
+
+@gluon.jit
+def fold_chunks(tiles, tile, state, v_at, committed, columns_at, folding, ACT: gl.constexpr, LS: gl.constexpr):
+    """KDA: as `fold_tile`, and the new tile's products with the columns.
+
+    Chunk by chunk in short loops; the tile, from chunk `tile` of `tiles` on, stays in shared memory.
+    """
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    ROWS: gl.constexpr = v_at.shape[0]
+    BLOCK_V: gl.constexpr = tiles.shape[1]
+    WIDTH: gl.constexpr = tiles.shape[2]
+    KW: gl.constexpr = WIDTH // 8
+    NC: gl.constexpr = columns_at.shape[0]
+    COLUMNS: gl.constexpr = columns_at.shape[1]
+    operands_at, inverse_at, through_at = folding
+    # A bound that the compiler does not fold, so that it does not unroll the loops.
+    chunks = gl.minimum(committed + NC, NC)
+    W = gl.zeros([BLOCK_V, ROWS], gl.float32, layout=MMA)
+    for c in range(chunks):
+        S = tiles.index(tile + c).load(LS)
+        keys = load_parts(three_of(operands_at, c, NC), 0, WIDTH, RIGHT, True)
+        W += products(key_operands(S, KW), keys, gl.zeros([BLOCK_V, ROWS], gl.float32, layout=MMA))
+    U = left_parts(solve_rows(W, v_at, committed, inverse_at.index(0)), MMA)
+    through_at = view(through_at, [NC, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    state += gl.expand_dims(gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, LS)), 1) * (NC * WIDTH)
+    state += gl.expand_dims(gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LS)), 0)
+    X = gl.zeros([BLOCK_V, COLUMNS], gl.float32, layout=MMA)
+    for c in range(chunks):
+        updates = load_parts(three_of(operands_at, 3 * NC + c, NC), 0, WIDTH, RIGHT, False)
+        delta = products(U, updates, gl.zeros([BLOCK_V, WIDTH], gl.float32, layout=MMA))
+        decay = gl.expand_dims(through_at.index(c).load(gl.SliceLayout(0, LS)), 0)
+        decay, delta = gl.broadcast(decay, from_update_order(delta, KW, LS))
+        S = gl.fma(tiles.index(tile + c).load(LS).to(gl.float32), decay, delta).to(state.dtype.element_ty)
+        gl.store(state + c * WIDTH, S)
+        columns = columns_at.index(c).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, KW))
+        X += product(S, columns, gl.zeros([BLOCK_V, COLUMNS], gl.float32, layout=MMA), ACT)
+    return X

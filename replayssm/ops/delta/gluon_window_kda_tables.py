@@ -13,6 +13,7 @@ from replayssm.ops.delta.gluon_common import view_as
 from replayssm.ops.delta.gluon_read_codes import as_shape
 from replayssm.ops.delta.gluon_window_channels import fade_rows, load_rows, stack
 from replayssm.ops.delta.gluon_window_gates import decay_of
+from replayssm.ops.delta.gluon_window_tile import store_chunks, tile_of
 from replayssm.ops.gluon_chunk import rows_shared
 from replayssm.ops.gluon_window_parts import columns_shared, mma_layout, nearest_tf32
 
@@ -121,9 +122,9 @@ def channel_tables(
     space, columns_at, read_at, score_at, coef_at, new, parents, length, flush, scale,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
-    """read_at [columns, K]: what multiplies the checkpoint; score_at [rows, columns]: what each committed row's u
-    weighs; coef_at [token, columns]: the same of the window's tokens."""
-    K: gl.constexpr = read_at.shape[1]
+    """read_at [chunks, columns, K]: what multiplies the checkpoint; score_at [rows, columns]: what each committed row's
+    u weighs; coef_at [token, columns]: the same of the window's tokens."""
+    K: gl.constexpr = read_at.shape[0] * read_at.shape[2]
     TYPE: gl.constexpr = operand_type(NORM)
     SHARED: gl.constexpr = operand_shared(NORM)
     if NORM and TOKENS * TOKENS == ROWS:
@@ -157,6 +158,6 @@ def channel_tables(
         decayed = decayed + (x,)
         read = read + (nearest_tf32(x * (through if n < TOKENS else through * scale)),)
     right_at.index(0).store(stack(narrow(decayed, NORM)))
-    read_at.store(stack(read))
+    store_chunks(tile_of(read_at, 0, read_at.shape[0]), stack(read))
     score_at.store(sum_products(faded_at, right_at.index(0), scale, TOKENS))
     stage_pairs(sum_products(pairs_at, right_at.index(1), scale, TOKENS), coef_at, TOKENS)

@@ -7,44 +7,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from replayssm.ops.delta.gluon_window_flush import replay_tile
-from replayssm.ops.delta.gluon_window_fold import chunk_width, fold_rows
+from replayssm.ops.delta.gluon_window_fold import chunk_width, fold_chunks, fold_tile
 from replayssm.ops.delta.gluon_window_solve import solve_tile
 from replayssm.ops.delta.gluon_window_tile import (
     add_rows,
     append_tile,
+    fetch_rows,
     fetch_values,
-    load_columns_of,
     load_tile,
     read_tile,
     store_columns,
-    store_tile,
+    tile_of,
 )
-from replayssm.ops.gluon_window_parts import fetch_tile, mma_layout
-
-
-@gluon.jit
-def fold_tile(S, state, rows_at, committed, tables, folding, h, K: gl.constexpr, KDA: gl.constexpr, LS: gl.constexpr):
-    """A tile after the committed rows, in chunk form, stored at `state`; returns what memory now holds."""
-    IN_N: gl.constexpr = gl.SliceLayout(0, mma_layout(gl.num_warps()))
-    WIDTH: gl.constexpr = S[0].shape[1]
-    keys_at, updates_at, inverse_at, decayed_at, norm_at, grown_at = folding
-    columns_at, solution_at, fade_at, through_at = tables
-    through = ()
-    for c in gl.static_range(K // WIDTH):
-        if KDA:
-            decay = gl.expand_dims(decayed_at.slice(c * WIDTH, WIDTH).load(gl.SliceLayout(0, LS)), 0)
-        else:
-            decay = gl.expand_dims(through_at.index(h).load(gl.SliceLayout(1, LS)), 1)
-        through = through + (decay,)
-    grow = 1.0
-    fade = 1.0
-    if not KDA:
-        norm = norm_at.slice(0, rows_at.shape[0]).load(IN_N)
-        grow = grown_at.index(h).load(IN_N) * norm
-        fade = fade_at.index(h).load(IN_N) * norm
-    KW: gl.constexpr = 128 // state.dtype.element_ty.primitive_bitwidth
-    S = fold_rows(S, rows_at, committed, keys_at, updates_at, inverse_at.index(h), through, grow, fade, KDA, KW, LS)
-    return store_tile(state, S, K, LS)
+from replayssm.ops.gluon_window_parts import mma_layout
 
 
 @gluon.jit
@@ -61,23 +36,29 @@ def run_tiles(
     """
     WARPS: gl.constexpr = gl.num_warps()
     ACT: gl.constexpr = v.dtype.element_ty
-    STAGES: gl.constexpr = tiles.shape[0]
+    NC: gl.constexpr = K // tiles.shape[2]
+    STAGES: gl.constexpr = tiles.shape[0] // NC
+    # A fold chunk by chunk leaves the tile where it is, so that the next is asked for after it.
+    ROLLED: gl.constexpr = FLUSH and KDA and CHUNK
     BLOCK_V: gl.constexpr = tiles.shape[1]
     PER_HEAD: gl.constexpr = V // BLOCK_V
     BITS: gl.constexpr = state.dtype.element_ty.primitive_bitwidth
     WIDTH: gl.constexpr = chunk_width(BITS) if CHUNK else K
     MMA: gl.constexpr = mma_layout(WARPS)
     LS: gl.constexpr = gl.DotOperandLayout(0, MMA, 128 // BITS)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 128 // BITS)
     columns_at, solution_at, fade_at, through_at = tables
     fresh = start + committed
-    columns = load_columns_of(columns_at, WIDTH, 128 // BITS)
+    columns = load_tile(columns_at, 0, K, WIDTH, RIGHT, True)
     # A bound that the compiler does not fold: Triton 3.6 crashes on the single turn of one tile.
     for i in range(begin, gl.minimum(committed + end, end)):
         h = i // PER_HEAD
         col = i % PER_HEAD * BLOCK_V
-        tile = tiles.index((i - begin) % STAGES)
+        stage = (i - begin) % STAGES
+        tile = tile_of(tiles, stage, NC)
         async_copy.wait_group(STAGES - 1)
-        S = load_tile(tile, WIDTH, LS)
+        if not ROLLED:
+            S = load_tile(tiles, stage, K, WIDTH, LS)
         if not FLUSH:
             # Before the tile is overwritten, so that it need not be in registers as a whole.
             X = read_tile(S, columns, ACT)
@@ -85,24 +66,33 @@ def run_tiles(
         new_at = v_at.index((i - begin) % (STAGES + 1))
         if i + STAGES < end:
             ahead_h, ahead_col = (i + STAGES) // PER_HEAD, (i + STAGES) % PER_HEAD * BLOCK_V
-            fetch_tile(tile, state + (ahead_h * stride_state_head + ahead_col * K), K, BLOCK_V)
+            if not ROLLED:
+                fetch_rows(tile, state + (ahead_h * stride_state_head + ahead_col * K), 0, BLOCK_V, K)
             buffer = (i + STAGES - begin) % (STAGES + 1)
             fetch_values(
                 values_at.index(buffer), v_at.index(buffer), old + (ahead_h * stride_old_head + ahead_col),
                 v + (ahead_h * stride_v_head + ahead_col), start, committed, length, ring_len, stride_v_token, V,
             )  # fmt: skip
-        async_copy.commit_group()
+        if not ROLLED:
+            async_copy.commit_group()
         append_tile(ring_v + (h * stride_rv_head + col), new_at, fresh, length, ring_len, V)
         here = state + (h * stride_state_head + col * K)
         if FLUSH:
-            if CHUNK:
-                S = fold_tile(S, here, rows_at, committed, tables, folding, h, K, KDA, LS)
+            if ROLLED:
+                X = fold_chunks(tiles, stage * NC, here, rows_at, committed, columns_at, folding, ACT, LS)
+                if i + STAGES < end:
+                    ahead_h, ahead_col = (i + STAGES) // PER_HEAD, (i + STAGES) % PER_HEAD * BLOCK_V
+                    fetch_rows(tile, state + (ahead_h * stride_state_head + ahead_col * K), 0, BLOCK_V, K)
+                async_copy.commit_group()
+            elif CHUNK:
+                S = fold_tile(S, here, rows_at, committed, tables, folding, h, 128 // BITS, LS)
             else:
                 S = replay_tile(
                     S, ring_v + (h * stride_rv_head + col), here, folding, h, start, committed, ring_len, HEADS, K, V,
                     BLOCK_V, ROWS, KDA, LS,
                 )  # fmt: skip
-            X = read_tile(S, load_columns_of(columns_at, WIDTH, 128 // BITS), ACT)
+            if not ROLLED:
+                X = read_tile(S, load_tile(columns_at, 0, K, WIDTH, RIGHT, True), ACT)
         else:
             seen_weight = weight
             if not KDA:

@@ -10,12 +10,12 @@ from replayssm.ops.delta.gluon_window_flush import serial_tables, stage_flush
 from replayssm.ops.delta.gluon_window_fold import allocate_parts
 from replayssm.ops.delta.gluon_window_gdn_flush import gdn_inverse, stage_keys, stage_updates
 from replayssm.ops.delta.gluon_window_kda_flush import kda_inverse, stage_decayed_keys
-from replayssm.ops.gluon_chunk import num_parts, rows_shared
+from replayssm.ops.gluon_chunk import num_parts
 
 
 @gluon.jit
 def prepare_fold(rows, grown_at, flush, HEADS: gl.constexpr, KW: gl.constexpr):
-    """The tables that `fold_tile` takes (GDN), filled if the row flushes.
+    """The tables that `fold_tile` takes, filled if the row flushes.
 
     rows: staged raw keys and norms, and in registers keys, log decays and betas.
     """
@@ -33,22 +33,22 @@ def prepare_fold(rows, grown_at, flush, HEADS: gl.constexpr, KW: gl.constexpr):
     updates_at = allocate_parts(PARTS, ROWS, K)
     if flush:
         stage_updates(keys, updates_at, KW)
-    return keys_at, updates_at, inverse_at, grown_at, norm_at, grown_at
+    return keys_at, updates_at, inverse_at, norm_at, grown_at
 
 
 @gluon.jit
-def prepare_channel_fold(space, beta, flush, ROWS: gl.constexpr, K: gl.constexpr, KW: gl.constexpr):
-    """The tables that `fold_tile` takes (KDA), filled if the row flushes; `channel_space` is used up."""
+def prepare_channel_fold(space, beta, flush, committed, ROWS: gl.constexpr, K: gl.constexpr, KW: gl.constexpr):
+    """The tables that `fold_chunks` takes, filled if the row flushes; `channel_space` is used up."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     inverse_at = gl.allocate_shared_memory(gl.float32, [1, ROWS, ROWS], PLAIN)
     through_at = gl.allocate_shared_memory(gl.float32, [K], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    parts_at = as_shape(space, gl.bfloat16, [6, ROWS, K], rows_shared())
-    operands_at = (parts_at.index(0), parts_at.index(1), parts_at.index(2))
-    updates_at = (parts_at.index(3), parts_at.index(4), parts_at.index(5))
+    # Operands of both products without bank conflicts.
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 8 // KW, KW, order=[1, 0])
+    operands_at = as_shape(space, gl.bfloat16, [6 * K // (8 * KW), ROWS, 8 * KW], SHARED)
     if flush:
-        kda_inverse(space, beta, inverse_at, ROWS, K)
-        stage_decayed_keys(space, operands_at, updates_at, through_at, ROWS, K, KW)
-    return operands_at, updates_at, inverse_at, through_at, through_at, through_at
+        kda_inverse(space, beta, inverse_at, committed, ROWS, K)
+        stage_decayed_keys(space, operands_at, through_at, ROWS, K, KW)
+    return operands_at, inverse_at, through_at
 
 
 @gluon.jit

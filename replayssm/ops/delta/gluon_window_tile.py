@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from replayssm.ops.delta.gluon_read_codes import as_shape
 from replayssm.ops.gluon_window_parts import (
     copy_to_shared,
     fetch_tile,
@@ -24,21 +25,62 @@ def doublings(first, rows):
 
 
 @gluon.jit
-def fetch_from(tile, state, FIRST: gl.constexpr, K: gl.constexpr):
-    """Start copying a tile [V, K] of the checkpoint but for its first rows, in few pieces: each waits for all warps."""
-    ROWS: gl.constexpr = tile.shape[0]
-    if FIRST == 0:
-        fetch_tile(tile, state, K, ROWS)
-    for i in gl.static_range(doublings(FIRST, ROWS)):
-        fetch_tile(tile.slice(FIRST << i, FIRST << i), state + (FIRST << i) * K, K, FIRST << i)
+def tile_of(memory, n, NC: gl.constexpr):
+    """Tile n of memory [n * NC, rows, columns]: [rows, K], or [NC, rows, columns] for loops over its chunks."""
+    if NC == 1:
+        return memory.index(n)
+    else:
+        L: gl.constexpr = memory.type.layout
+        SHAPE: gl.constexpr = [memory.shape[0] // NC, NC, memory.shape[1], memory.shape[2]]
+        CUBE: gl.constexpr = gl.SwizzledSharedLayout(L.vec, L.per_phase, L.max_phase, order=[2, 1, 0])
+        return as_shape(memory, memory.dtype, SHAPE, CUBE).index(n)
 
 
 @gluon.jit
-def load_tile(tile, WIDTH: gl.constexpr, LS: gl.constexpr):
-    """A tile in shared memory as a tuple of [V, WIDTH]."""
+def store_chunks(tile, x):
+    """Put [rows, K] into a tile of `tile_of`."""
+    if len(tile.shape) == 3:
+        x = gl.permute(gl.reshape(x, [tile.shape[1], tile.shape[0], tile.shape[2]]), (1, 0, 2))
+    tile.store(x)
+
+
+@gluon.jit
+def fetch_rows(tile, state, FIRST: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr):
+    """Start copying ROWS rows of the checkpoint, from FIRST on, to a tile of `tile_of`."""
+    if len(tile.shape) == 2:
+        fetch_tile(tile.slice(FIRST, ROWS), state + FIRST * K, K, ROWS)
+    else:
+        WIDTH: gl.constexpr = tile.shape[2]
+        WIDE: gl.constexpr = 128 // state.dtype.element_ty.primitive_bitwidth
+        LANES: gl.constexpr = [1, 32 * WIDE // WIDTH, WIDTH // WIDE]
+        L: gl.constexpr = gl.BlockedLayout([1, 1, WIDE], LANES, [1, gl.num_warps(), 1], [2, 1, 0])
+        c = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, L)))
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))
+        k = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, L)))
+        at = gl.expand_dims(gl.expand_dims(c * WIDTH, 1) + gl.expand_dims(row * K, 0), 2)
+        at += gl.expand_dims(gl.expand_dims(k, 0), 1)
+        copy_to_shared(tile.slice(FIRST, ROWS, dim=1), state + FIRST * K + at)
+
+
+@gluon.jit
+def fetch_from(tile, state, FIRST: gl.constexpr, ROWS: gl.constexpr, K: gl.constexpr):
+    """Start copying a tile of the checkpoint but for its first rows, in few pieces: each waits for all warps."""
+    if FIRST == 0:
+        fetch_rows(tile, state, 0, ROWS, K)
+    for i in gl.static_range(doublings(FIRST, ROWS)):
+        fetch_rows(tile, state, FIRST << i, FIRST << i, K)
+
+
+@gluon.jit
+def load_tile(tiles, n, K: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, TURNED: gl.constexpr = False):
+    """Tile n of memory as `tile_of` has it, a tuple of [rows, WIDTH]; TURNED: of [WIDTH, rows]."""
+    NC: gl.constexpr = K // tiles.shape[2]
     parts = ()
-    for c in gl.static_range(tile.shape[1] // WIDTH):
-        parts = parts + (tile.slice(c * WIDTH, WIDTH, dim=1).load(LS),)
+    for c in gl.static_range(K // WIDTH):
+        part = tiles.index(n).slice(c * WIDTH, WIDTH, dim=1) if NC == 1 else tiles.index(n * NC + c)
+        if TURNED:
+            part = part.permute((1, 0))
+        parts = parts + (part.load(LAYOUT),)
     return parts
 
 
@@ -54,16 +96,6 @@ def store_tile(state, S, K: gl.constexpr, LS: gl.constexpr):
         gl.store(state + (rows + (cols + c * WIDTH)), part)
         rounded = rounded + (part,)
     return rounded
-
-
-@gluon.jit
-def load_columns_of(columns_at, WIDTH: gl.constexpr, KW: gl.constexpr):
-    """The columns as right operands, one for each chunk of WIDTH. KW: neighbours along K of a thread."""
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, mma_layout(gl.num_warps()), KW)
-    columns = ()
-    for c in gl.static_range(columns_at.shape[1] // WIDTH):
-        columns = columns + (columns_at.slice(c * WIDTH, WIDTH, dim=1).permute((1, 0)).load(RIGHT),)
-    return columns
 
 
 @gluon.jit

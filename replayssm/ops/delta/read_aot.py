@@ -19,7 +19,7 @@ GLUON_CASES = (
     *((QWEN, read, state, "sm90", 256) for read, state in (("bf16", "fp32"), ("none", "fp8"))),
     *((QWEN, read, state, "sm90", 256) for read, state in (("nvfp4", "fp16"), ("nvfp4", "fp8"), ("int8", "fp16"))),
     *((QWEN, read, state, "sm90", 256) for read, state in (("fp8", "fp32"), ("nvfp4", "fp32"))),
-    *((QWEN, "nvfp4", "fp32", "sm90", batch) for batch in (8, 128)),
+    *((QWEN, "nvfp4", "fp32", "sm90", batch) for batch in (4, 8, 128)),
     *((KIMI, read, state, "sm90", batch) for read, state, batch in (("nvfp4", "fp8", 64), ("nvfp4", "fp32", 256))),
     *((QWEN, "nvfp4", "fp32", arch, batch) for arch in GLUON_ARCHS if arch != "sm90" for batch in (64, 128, 256)),
 )
@@ -78,8 +78,8 @@ def _kernels(config: ReadConfig, arch: str) -> list[tuple[Any, int, int | None, 
     if config.flush_warps:
         flush = (gluon_read_alone.delta_read_flush_kernel, config.flush_warps, config.flush_registers)
         read = (gluon_read_alone.delta_read_alone_kernel, 1, config.max_registers)
-        return [(*flush, 112 if arch == "sm90" else 0), (*read, 0)]
-    spill = (16 if config.num_warps == 1 else 192) if arch == "sm90" else 0
+        return [(*flush, 40 if arch == "sm90" else 0), (*read, 0)]
+    spill = (8 if config.num_warps == 1 else 80 if config.max_registers == 128 else 0) if arch == "sm90" else 0
     return [(gluon_read_step.delta_read_step_kernel, config.num_warps, config.max_registers, spill)]
 
 

@@ -17,7 +17,7 @@ class ReadConfig:
     programs that flush, every `every`-th of the grid's first (a flushing tile has 16 rows a warp); flush_heads: v-heads
     of one k-head that they flush together in chunk form, 0: one, token by token, whatever `replay` says. num_warps 1:
     readers that compute once what their heads share. flush_warps, flush_registers: of flushing programs in a launch of
-    their own beside such readers, 0: one launch. pdl: programmatic dependent launch.
+    their own beside such readers, 0: one launch.
     """
 
     backend: str
@@ -29,7 +29,6 @@ class ReadConfig:
     flush_warps: int = 0
     flush_registers: int | None = None
     max_registers: int | None = None
-    pdl: bool = True
 
     def __str__(self) -> str:
         crew = f", {self.heads} heads a program, {self.crew} flushing" if self.backend == "gluon" else ""
@@ -58,7 +57,11 @@ def _read(num_warps: int, heads: int, crew: int, every: int, registers: int = 12
 
 
 PORTABLE = ReadConfig("triton", 16)
-_SMALL = _read(8, 2, 512, 1)
+
+
+def _small(heads: int) -> tuple[tuple[int, ReadConfig], tuple[int, ReadConfig]]:
+    """Registers for a replay whose sums do not wait for one another, while a program a multiprocessor is enough."""
+    return (128 * heads, _read(8, heads, 512, 1, 168)), (1024, _read(8, heads, 512, 1))
 
 
 def _apart(flush_registers: int, heads: int = 2, registers: int = 128) -> ReadConfig:
@@ -72,13 +75,13 @@ _ONE_WARP = ReadConfig("gluon", 1, 2, 1056, 1, 1, max_registers=168)
 # (KDA, format read): up to how many v-heads in the batch, and the configuration for them. Measured on one H200 at
 # batches 8 and 256 of 32 and 64 v-heads.
 STEP = {
-    (False, "nvfp4"): ((1024, _SMALL), (4096, _read(4, 2, 528, 2)), (1 << 40, _apart(168))),
-    (False, "int8"): ((1024, _SMALL), (4096, _read(4, 2, 396, 2, 168)), (1 << 40, _apart(128))),
-    (False, "fp8"): ((1024, _SMALL), (4096, _read(4, 2, 396, 2, 168)), (1 << 40, _apart(168))),
-    (False, "bf16"): ((1024, _read(8, 1, 512, 1)), (1 << 40, _read(4, 1, 264, 2))),
-    (True, "bf16"): ((1024, _read(8, 1, 512, 1)), (1 << 40, _read(4, 1, 528, 2))),
+    (False, "nvfp4"): (*_small(2), (4096, _read(4, 2, 528, 2)), (1 << 40, _apart(168))),
+    (False, "int8"): (*_small(2), (4096, _read(4, 2, 396, 2, 168)), (1 << 40, _apart(128))),
+    (False, "fp8"): (*_small(2), (4096, _read(4, 2, 396, 2, 168)), (1 << 40, _apart(168))),
+    (False, "bf16"): (*_small(1), (1 << 40, _read(4, 1, 264, 2))),
+    (True, "bf16"): (*_small(1), (1 << 40, _read(4, 1, 528, 2))),
     **{
-        (True, read): ((1024, _read(8, 1, 512, 1)), (4096, _read(4, 1, 528, 2)), (1 << 40, _apart(168, 1, 168)))
+        (True, read): (*_small(1), (4096, _read(4, 1, 528, 2)), (1 << 40, _apart(168, 1, 168)))
         for read in ("int8", "fp8", "nvfp4")
     },
 }

@@ -118,12 +118,6 @@ def delta_read_step(
         )
 
 
-def supports(spec: LayerSpec, *, checkpoint: str, read: str, max_window_len: int, rounding: str) -> bool:
-    """Whether a GPU runs this combination of formats: random words come four columns at a time."""
-    assert isinstance(spec, GDNSpec)
-    return rounding == "nearest" or spec.head_k_dim % 4 == 0
-
-
 def route(spec: LayerSpec, *, checkpoint: str, read: str, batch: int, device: torch.device, ring_len: int) -> str:
     """One line that names the kernel and the configuration of a step of a contiguous cache."""
     assert isinstance(spec, GDNSpec)
@@ -162,7 +156,7 @@ def _launches(config: ReadConfig, batch: int, shape: ReadShape, chunk: bool) -> 
     together = config.flush_heads if chunk else 0
     crew = min(config.crew, batch * HV // max(1, together))
     programs = batch * HV // config.heads
-    both: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": K, "V": V, "launch_pdl": config.pdl}
+    both: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": K, "V": V, "launch_pdl": True}
     both |= {"BLOCK_L": max(16, triton.next_power_of_2(shape.ring_len - 1))}
     both |= {"READ": "fp8" if shape.read == "none" else shape.read}
     read = {"HEADS": config.heads, "SPLIT": shape.kda, "num_warps": config.num_warps, "maxnreg": config.max_registers}

@@ -19,7 +19,8 @@ class ReadWindowConfig:
 
     backend: "triton" (portable, a v-head a program) or "gluon" (NVIDIA: programs that read, `heads` v-heads of one
     k-head each, beside a launch that flushes). Of the latter: crew: its programs; flush_warps, flush_registers;
-    flush_heads: v-heads of a row whose tables a program makes together in chunk form (a tile has 16 rows a warp).
+    flush_heads: v-heads of a row whose tables a program makes together in chunk form (a tile has 16 rows a warp);
+    pieces: of 32 columns, whose work overlaps while a head stays in shared memory (GDN's nvfp4 copies).
     """
 
     backend: str
@@ -30,6 +31,7 @@ class ReadWindowConfig:
     flush_warps: int = 0
     flush_registers: int | None = None
     flush_heads: int = 1
+    pieces: int = 1
 
     def __str__(self) -> str:
         if self.backend == "triton":
@@ -42,13 +44,14 @@ PORTABLE = ReadWindowConfig("triton", 16)
 # KDA: up to how many v-heads in the batch, and the configuration for them. Measured on one H200.
 STEP = {
     False: (
+        (512, ReadWindowConfig("gluon", 2, 1, 104, 132, 8, 168, 1, 4)),
         (4096, ReadWindowConfig("gluon", 2, 1, 104, 264, 8, 128, 1)),
-        (1 << 40, ReadWindowConfig("gluon", 2, 4, 104, 264, 8, 128, 4)),
+        (1 << 40, ReadWindowConfig("gluon", 2, 2, 104, 264, 8, 128, 4)),
     ),
     True: ((1 << 40, ReadWindowConfig("gluon", 4, 1, 80, 396, 4, 128, 1)),),
 }
 # What reads formats of more bits, and what flushes where whole rows have a scale.
-WIDE: dict[str, Any] = {"num_warps": 4, "max_registers": 96, "crew": 396, "flush_warps": 4}
+WIDE: dict[str, Any] = {"num_warps": 4, "max_registers": 96, "crew": 396, "flush_warps": 4, "flush_registers": 128}
 ROW_SCALES: dict[str, Any] = {"crew": 264, "flush_warps": 4, "flush_registers": 168}
 
 
@@ -59,14 +62,14 @@ def read_window_config(batch: int, shape: ReadShape, rows: int, max_window_len: 
         return PORTABLE
     config = next(config for most, config in STEP[shape.kda] if batch * shape.num_v_heads <= most)
     if shape.read != "nvfp4":
-        config = replace(config, **WIDE)
+        config = replace(config, **WIDE, heads=config.flush_heads)
     if shape.read == "bf16":
         config = replace(config, max_registers=128)
     if "fp8" in (shape.read, shape.checkpoint):
-        config = replace(config, **ROW_SCALES, flush_heads=min(2, config.flush_heads))
+        config = replace(config, **ROW_SCALES, heads=config.flush_heads, flush_heads=min(2, config.flush_heads))
     group = shape.num_v_heads // shape.num_k_heads
     config = replace(config, heads=divisor(config.heads, group), flush_heads=divisor(config.flush_heads, group))
-    # The caps were measured on sm90 with four tokens; elsewhere nothing may spill.
+    # The caps were measured on sm90 with four tokens; elsewhere the compiler chooses.
     if shape.arch != "sm90":
         return replace(config, max_registers=None, flush_registers=None)
     return config if max_window_len <= 4 else replace(config, max_registers=None)
@@ -89,7 +92,7 @@ def gluon_launches(config: ReadWindowConfig, batch: int, shape: ReadShape, chunk
     sizes |= {"READ": "fp8" if shape.read == "none" else shape.read}
     flush: dict[str, Any] = {"COPY": shape.read != "none", "CHUNK_HEADS": together, "BLOCK_V": 16 * config.flush_warps}
     flush |= {"BLOCK_B": max(32 * config.flush_warps, triton.next_power_of_2(batch))}
-    flush |= {"num_warps": config.flush_warps, "maxnreg": config.flush_registers}
+    flush |= {"PIECES": config.pieces, "num_warps": config.flush_warps, "maxnreg": config.flush_registers}
     read = {"HEADS": config.heads, "num_warps": config.num_warps, "maxnreg": config.max_registers}
     crew = min(config.crew, batch * HV // max(1, together))
     return (crew, sizes | flush), (2 * batch * HV // config.heads, sizes | read)

@@ -57,8 +57,8 @@ def window_config(batch: int, shape: WindowShape) -> WindowConfig:
         flushers = -(-batch // 4)
         return WindowConfig("gluon", 64, 4, 2, stages, registers, dependent=True, early=16, flushers=flushers)
     num_tiles = next(n for least, n in TILES if total >= least and tiles % n == 0)
-    # Trading places gains KDA nothing.
-    settle = 0 if shape.kda else 8 if batch >= 128 else 2
+    # Trading places gains KDA nothing in large batches.
+    settle = (0 if shape.kda else 8) if batch >= 128 else 4 if total >= 8192 and not shape.kda else 2
     if capped and shape.state_bytes == 2 and not shape.kda:
         registers = 128
     return WindowConfig("gluon", 64, 4, num_tiles, 1, registers, settle, dependent=True, early=16)

@@ -70,7 +70,7 @@ def _gluon_case(label: str, dims: tuple[int, int, int, int], state: str, arch: s
     options = launch_options(config.num_warps, config.max_registers)
     if config.kernel == "tile":
         kernel: Any = gluon_tile.mamba2_tile_kernel
-        constexprs |= {"HEADS": config.heads, "RING_FIRST": config.ring_first}
+        constexprs |= {"HEADS": config.heads}
     else:
         kernel = gluon_tiles.mamba2_tiles_kernel
         constexprs |= {"TURNS": config.turns, "STAGES": config.stages}

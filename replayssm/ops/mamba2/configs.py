@@ -19,11 +19,10 @@ class LaunchConfig:
     A tile is `heads` heads of `block_v` V-rows; "tiles" has a warp a head and `turns` tiles (0: all V-rows), `stages`
     of them in flight. pdl: programmatic dependent launch. `appenders` programs a row write the new tokens after all
     others (0, "tile" only: each program its own). In the last 1 / `settle` of the rows, those that flush trade places
-    with early ones (0: none). ring_first: the checkpoint ("tiles": all but its
-    first tile) is requested after the ring's rows, which then do not queue behind it. hint: before the previous kernel
-    is done, ask the memory for the state (1; the first hint_rows V-rows of each head, if not 0), and for the ring's
-    rows (2), by the first hint_first programs (0: all). flushers ("tiles" only): so many flushing rows have programs
-    of their own, a tile each (in batches of at most 64 rows, without settle).
+    with early ones (0: none). ring_first ("tiles" only): all but the first tile is requested after the ring's rows,
+    which then do not queue behind it. hint: before the previous kernel is done, the first hint_first programs (0: all)
+    ask the memory for their state (the first hint_rows V-rows of each head, if not 0). flushers ("tiles" only): so many
+    flushing rows have programs of their own, a tile each (in batches of at most 64 rows, without settle).
     chunked ("tiles" only): a flush takes its rows together on the tensor cores (16-bit checkpoints).
     """
 
@@ -38,7 +37,7 @@ class LaunchConfig:
     appenders: int = 0
     settle: int = 0
     ring_first: bool = False
-    hint: int = 0
+    hint: bool = False
     hint_rows: int = 0
     hint_first: int = 0
     flushers: int = 0
@@ -70,20 +69,22 @@ def _tiles(heads: int, registers: int, **more: Any) -> LaunchConfig:
 # fits the layer's shape is used. `block_v` is for d_state 128 and scales with it. Measured on one H200 (docs: the log).
 STEP = {
     4: (
-        (2, (_tile(1, 64, 8, hint=1), _tile(2, 16, 4, hint=1), _tile(4, 16, 4, hint=1))),
+        (2, (_tile(1, 64, 8, hint=True), _tile(2, 16, 4, hint=True), _tile(4, 16, 4, hint=True))),
         (4, (_tile(1, 64, 4, registers=128, appenders=4), _tile(2, 16, 4), _tile(4, 16, 4, appenders=4))),
         (
             16,
             (
-                _tile(1, 64, 4, registers=128, appenders=2, hint=1, hint_rows=8),
+                _tile(1, 64, 4, registers=128, appenders=2, hint=True, hint_rows=8),
                 _tiles(2, 168, turns=2, stages=2, appenders=4, ring_first=True, flushers=1),
+                _tiles(2, 168, turns=5, stages=3, appenders=4, ring_first=True, flushers=1, hint=True, hint_rows=16),
                 _tile(4, 16, 4, appenders=4, settle=2),
             ),
         ),
         (
             48,
             (
-                _tile(1, 64, 4, registers=128, appenders=4, hint=1, hint_rows=16, hint_first=528),
+                _tile(1, 64, 4, registers=128, appenders=4, hint=True, hint_rows=16, hint_first=528),
+                _tiles(2, 168, turns=5, stages=3, appenders=4, settle=2, hint=True, hint_rows=16, hint_first=396),
                 _tile(4, 16, 4, appenders=4, settle=2),
             ),
         ),
@@ -91,19 +92,28 @@ STEP = {
         (1 << 30, (_tiles(4, 128, turns=4, appenders=4, settle=2), _tiles(2, 168, stages=2, appenders=4, settle=2))),
     ),
     2: (
-        (2, (_tile(1, 64, 8, hint=1), _tile(2, 16, 4, hint=1), _tile(4, 16, 4, hint=1))),
-        (4, (_tile(1, 64, 4, registers=128, appenders=4, hint=1), _tile(4, 16, 4, appenders=4, hint=1))),
-        (24, (_tile(1, 64, 4, registers=128, appenders=4, hint=1), _tiles(4, 128, turns=1, appenders=4, hint=1))),
+        (2, (_tile(1, 64, 8, hint=True), _tile(2, 16, 4, hint=True), _tile(4, 16, 4, hint=True))),
+        (4, (_tile(1, 64, 4, registers=128, appenders=4, hint=True), _tile(4, 16, 4, appenders=4, hint=True))),
+        (24, (_tile(1, 64, 4, registers=128, appenders=4, hint=True), _tiles(4, 128, turns=1, appenders=4, hint=True))),
         (48, (_tiles(2, 168, stages=2, appenders=4, flushers=3),)),
         (96, (_tiles(2, 168, stages=2, appenders=4, settle=2),)),
         (1 << 30, (_tiles(4, 128, stages=2, appenders=4, settle=4),)),
     ),
 }
-# The same where a flush takes its rows together (16-bit checkpoints); smaller batches replay serially.
+# The same where a flush may take its rows together (16-bit checkpoints); "tile" and smaller batches replay serially.
+_CHUNK_TILE = _tile(1, 64, 4, registers=128, appenders=4, hint=True)
+_CHUNK_80 = _tiles(2, 168, stages=2, appenders=4, settle=2, hint=True, hint_rows=16, hint_first=792)
 STEP_CHUNK = (
     (4, ()),
-    (24, (_tiles(4, 128, turns=2, stages=2, appenders=4, hint=1), _tiles(2, 168, stages=2, appenders=4))),
-    (48, (_tiles(2, 128, turns=4, stages=2, appenders=4), _tiles(2, 168, stages=2, appenders=4, flushers=2))),
+    (8, (_CHUNK_TILE, _tiles(4, 96, stages=2, appenders=4, flushers=1, hint=True, hint_rows=32))),
+    (16, (_CHUNK_TILE, _CHUNK_80)),
+    (
+        48,
+        (
+            _tiles(2, 128, turns=4, stages=2, appenders=4, settle=2, hint=True, hint_rows=16, hint_first=1056),
+            _CHUNK_80,
+        ),
+    ),
     (96, (_tiles(2, 168, stages=2, appenders=4, settle=2),)),
     (1 << 30, (_tiles(4, 96, stages=2, appenders=4, settle=4),)),
 )
@@ -137,12 +147,12 @@ def fits(config: LaunchConfig, shape: Shape) -> bool:
 
 @cache
 def step_config(batch: int, shape: Shape, chunk: bool = False) -> LaunchConfig:
-    """The step kernel's configuration; chunk: a flush takes its rows together."""
+    """The step kernel's configuration; chunk: a flush may take its rows together."""
     if shape.arch in FAST_ARCHS:
         choices = next(choices for largest, choices in STEP[shape.state_bytes] if batch <= largest)
         if chunk:
             together = next(choices for largest, choices in STEP_CHUNK if batch <= largest)
-            choices = (*(replace(config, chunked=True) for config in together), *choices)
+            choices = (*(replace(config, chunked=config.kernel == "tiles") for config in together), *choices)
         for config in (*choices, _tile(1, 16, 4), _tile(1, 16, 2)):
             config = replace(config, block_v=max(config.block_v * 128 // shape.d_state, 4))
             if fits(config, shape):

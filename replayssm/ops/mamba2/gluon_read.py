@@ -15,7 +15,7 @@ from replayssm.ops.gluon_flushers import opaque
 from replayssm.ops.mamba2.gluon_append import append_token
 from replayssm.ops.mamba2.gluon_read_flush import rows_to_flush
 from replayssm.ops.mamba2.gluon_read_head import flush_head
-from replayssm.ops.mamba2.gluon_read_program import read_program
+from replayssm.ops.mamba2.gluon_read_program import hint_reads, read_program
 
 
 @gluon.jit
@@ -52,11 +52,19 @@ def mamba2_read_kernel(
     batch, num_flushers, num_readers,
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
     TILES: gl.constexpr, GROUP: gl.constexpr, DEPTH: gl.constexpr, FLUSH_ROWS: gl.constexpr, EVERY: gl.constexpr,
-    APPENDERS: gl.constexpr, AHEAD: gl.constexpr,
+    APPENDERS: gl.constexpr, AHEAD: gl.constexpr, HINT: gl.constexpr,
     ROWS: gl.constexpr, READ: gl.constexpr, CHECKPOINT: gl.constexpr, REPLAY: gl.constexpr,
     HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr,
 ):  # fmt: skip
     """Programs flush, each a head of FLUSH_ROWS rows, or read; the last append, APPENDERS a row."""
+    if HINT:
+        guess = task_of(gl.program_id(0), num_flushers, num_readers, EVERY) - num_flushers
+        if (guess >= 0) & (guess < num_readers):
+            hint_reads(
+                guess, ring_x_ptr, ring_B_ptr, cursors_ptr, slot_indices_ptr, codes_ptr, scales_ptr, num_slots,
+                ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, codes_slot, scales_slot,
+                H, G, P, N, R, 16 * gl.num_warps() * TILES, "fp8" if READ == "none" else READ,
+            )  # fmt: skip
     gdc_wait()
     gdc_launch_dependents()
     item = task_of(gl.program_id(0), num_flushers, num_readers, EVERY)
@@ -96,6 +104,6 @@ def mamba2_read_kernel(
         num_slots, buffer_len, pad_slot_id,
         x_token, x_head, dt_token, B_token, B_group, C_token, C_group, z_token, z_head, out_token, out_head,
         ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head, codes_slot, scales_slot,
-        global_slot, H, G, P, N, R, TILES, GROUP, DEPTH, AHEAD, ROWS, "fp8" if READ == "none" else READ,
-        HAS_D, HAS_Z, HAS_BIAS, SOFTPLUS,
+        global_slot, H, G, P, N, R, TILES, GROUP, DEPTH, AHEAD, HINT, ROWS,
+        "fp8" if READ == "none" else READ, HAS_D, HAS_Z, HAS_BIAS, SOFTPLUS,
     )  # fmt: skip

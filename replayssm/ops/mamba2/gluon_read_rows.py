@@ -132,34 +132,29 @@ def ring_sums(x, weight):
 
 @gluon.jit
 def add_rows(
-    weights, live, x_ptrs, ring_x_ptrs, start,
+    x, weights, live, x_ptrs, ring_x_ptrs, start,
     ROWS: gl.constexpr, P: gl.constexpr, R: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """All rows times their weights, [threads, WIDTH]; eight at a time, as many as there are."""
-    y = ring_sums(load_rows_x(x_ptrs, ring_x_ptrs, start, live, 0, 8, P, R, WIDTH), weights[0])
-    for i in gl.static_range(1, ROWS // 8):
-        if live >= i * 8:
-            y += ring_sums(load_rows_x(x_ptrs, ring_x_ptrs, start, live, i * 8, 8, P, R, WIDTH), weights[i])
-    return y
+    """All rows times their weights, [threads, WIDTH]: eights `x` that are on their way, the others where there are any.
 
-
-@gluon.jit
-def add_rows_ahead(
-    x, weights, live, x_ptrs, ring_x_ptrs, start, ROWS: gl.constexpr, P: gl.constexpr, R: gl.constexpr
-):  # fmt: skip
-    """`add_rows` with the first eight on their way; the next ones are asked for before those are waited for."""
-    WIDTH: gl.constexpr = x.shape[2]
-    if ROWS == 8:
-        y = ring_sums(x, weights[0])
-    else:
+    If that is one eight, the next is asked for before it is waited for.
+    """
+    AHEAD: gl.constexpr = len(x)
+    if AHEAD == 0:
+        x = (load_rows_x(x_ptrs, ring_x_ptrs, start, live, 0, 8, P, R, WIDTH),)
+    if (AHEAD == 1) & (ROWS > 8):
         if live >= 8:
             later = load_rows_x(x_ptrs, ring_x_ptrs, start, live, 8, 8, P, R, WIDTH)
-            y = ring_sums(x, weights[0]) + ring_sums(later, weights[1])
+            y = ring_sums(x[0], weights[0]) + ring_sums(later, weights[1])
         else:
-            y = ring_sums(x, weights[0])
-        for i in gl.static_range(2, ROWS // 8):
-            if live >= i * 8:
-                y += ring_sums(load_rows_x(x_ptrs, ring_x_ptrs, start, live, i * 8, 8, P, R, WIDTH), weights[i])
+            y = ring_sums(x[0], weights[0])
+    else:
+        y = ring_sums(x[0], weights[0])
+        for i in gl.static_range(1, AHEAD):
+            y += ring_sums(x[i], weights[i])
+    for i in gl.static_range(AHEAD + (AHEAD < 2), ROWS // 8):
+        if live >= i * 8:
+            y += ring_sums(load_rows_x(x_ptrs, ring_x_ptrs, start, live, i * 8, 8, P, R, WIDTH), weights[i])
     return y
 
 

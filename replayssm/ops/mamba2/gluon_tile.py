@@ -32,7 +32,7 @@ def mamba2_tile_kernel(
     state_slot, state_head, ring_x_slot, ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head,
     H: gl.constexpr, G: gl.constexpr, P: gl.constexpr, N: gl.constexpr, R: gl.constexpr,
     BV: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, APPENDERS: gl.constexpr, SETTLE: gl.constexpr,
-    RING_FIRST: gl.constexpr, HINT: gl.constexpr, HINT_ROWS: gl.constexpr, HINT_FIRST: gl.constexpr,
+    HINT: gl.constexpr, HINT_ROWS: gl.constexpr, HINT_FIRST: gl.constexpr,
     HAS_D: gl.constexpr, HAS_Z: gl.constexpr, HAS_BIAS: gl.constexpr, SOFTPLUS: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -44,15 +44,14 @@ def mamba2_tile_kernel(
     LW: gl.constexpr = weight_layout(ROWS, HEADS, num_warps // HEADS)
     LB: gl.constexpr = ring_B_layout(N, num_warps)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    if HINT > 0:
+    if HINT:
         # A program knows its row from its place in the grid alone, unless it trades places.
         guess = gl.program_id(0)
         if guess < (gl.minimum(num_items, HINT_FIRST) if HINT_FIRST > 0 else num_items):
             hint_h = ((guess % ITEMS) // TILES * HEADS).to(gl.int64)
             give_hints(
-                state_ptr, ring_x_ptr, ring_B_ptr, cursors_ptr, slot_indices_ptr + guess // ITEMS, num_slots, hint_h,
-                guess % TILES * BV, hint_h // (H // G), state_slot, state_head, ring_x_slot, ring_x_head, ring_B_slot,
-                ring_B_group, P, N, R, HEADS, HINT_ROWS if HINT_ROWS > 0 else BV, HINT,
+                state_ptr, cursors_ptr, slot_indices_ptr + guess // ITEMS, num_slots, hint_h, guess % TILES * BV,
+                state_slot, state_head, N, HEADS, HINT_ROWS if HINT_ROWS > 0 else BV,
             )  # fmt: skip
     if PDL:
         # Everything below may depend on the kernel before; the kernel after may come on as soon as there is room.
@@ -103,16 +102,13 @@ def mamba2_tile_kernel(
     v = (first_v + gl.arange(0, BV, layout=gl.SliceLayout(0, gl.SliceLayout(2, L)))) * N
     heads = gl.convert_layout(state, gl.SliceLayout(1, gl.SliceLayout(2, L)), assert_trivial=True)
     at = gl.expand_dims(gl.expand_dims(heads, 1) + gl.expand_dims(v, 0), 2) + gl.expand_dims(gl.expand_dims(k, 0), 0)
-    if not RING_FIRST:
-        S = gl.load(at)
+    S = gl.load(at)
     flush = (committed > 0) & (committed + 1 > gl.minimum(limit, buffer_len))
     live = gl.where(flush, 0, committed)
     end = gl.where(start + committed >= R, start + committed - R, start + committed)
     dt_j, dt_i = load_ring_dt(ring_dt, start, live, ROWS, R, LW)
     B_tile = load_ring_B(B_new, ring_B, start, live, ROWS, N, R, LB)
     x = load_ring_x(x_new, ring_x, start, live, first_v, ROWS, P, R, BV, LX)
-    if RING_FIRST:
-        S = gl.load(at)
     score = gl.sum(B_tile.to(gl.float32) * gl.expand_dims(C_tile, 0), 1)
     score = gl.convert_layout(score, gl.SliceLayout(1, gl.SliceLayout(2, LW)))
     weight, decay = weigh(score, dt_j, dt_i, dt, A, D, live, ROWS, LW)

@@ -79,15 +79,15 @@ def mamba2_tiles_kernel(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     BYTES: gl.constexpr = state_desc.block_type.nbytes
-    if HINT > 0:
+    if HINT:
         # A program knows its row from its place in the grid alone, unless it trades places.
         guess = gl.program_id(0) - FLUSHERS * ITEMS * TURNS
         if (guess >= 0) & (guess < (gl.minimum(num_items, HINT_FIRST) if HINT_FIRST > 0 else num_items)):
             hint_h = ((guess % ITEMS) // PARTS * num_warps).to(gl.int64)
             give_hints(
-                state_ptr, ring_x_ptr, ring_B_ptr, cursors_ptr, slot_indices_ptr + guess // ITEMS, num_slots, hint_h,
-                guess % PARTS * (TURNS * BV), hint_h // (H // G), state_slot, state_head, ring_x_slot, ring_x_head,
-                ring_B_slot, ring_B_group, P, N, R, num_warps, HINT_ROWS if HINT_ROWS > 0 else TURNS * BV, HINT,
+                state_ptr, cursors_ptr, slot_indices_ptr + guess // ITEMS, num_slots, hint_h,
+                guess % PARTS * (TURNS * BV), state_slot, state_head,
+                N, num_warps, HINT_ROWS if HINT_ROWS > 0 else TURNS * BV,
             )  # fmt: skip
     if PDL:
         # Everything below may depend on the kernel before; the kernel after may come on as soon as there is room.
@@ -183,6 +183,18 @@ def mamba2_tiles_kernel(
     x0 = load_ring_x(x_new, ring_x, start, live, first_v, ROWS, P, R, WIDTHS[0], LX0)
     if WIDTHS[1] > 0:
         x1 = load_ring_x(x_new, ring_x, start, live, first_v + WIDTHS[0], ROWS, P, R, WIDTHS[1], LX1)
+    if CHUNKED:
+        # Asked for before anything waits for the ring, and by rows that do not flush with a mask that is all off.
+        head = first_h.to(gl.int64)
+        heads_x = ring_x_ptr + base * ring_x_slot + head * ring_x_head
+        replayed = gl.where(flush, committed, 0)
+        LH: gl.constexpr = heads_by_row_layout(num_warps)
+        h_of = head + gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, LH)), 1)
+        dt_ptrs = ring_dt_ptr + base * ring_dt_slot + h_of * ring_dt_head
+        B_old, dt_old, dt_after = load_replayed(ring_B, dt_ptrs, True, start, replayed, N, R, FLUSHED, LH)
+        first_x = heads_x + (part * TURNS + begin) * BV
+        x_next = load_replayed_x(first_x, ring_x_head, start, replayed, P, R, FLUSHED, num_warps, BV)
+        A_old = gl.load(A_ptr + h_of)
     for i in gl.static_range(AT_ONCE, STAGES):
         mbarrier.expect(arrived.index(i), BYTES, pred=begin + i < end)
         where = [slot, first_h, (part * TURNS + begin + i) * BV, 0]
@@ -195,17 +207,8 @@ def mamba2_tiles_kernel(
     if WIDTHS[1] > 0:
         keep_ring_output(x1, weight, kept, WIDTHS[0] // BV, BV, LX1)
     if CHUNKED:
-        head = first_h.to(gl.int64)
-        heads_x = ring_x_ptr + base * ring_x_slot + head * ring_x_head
-        first_x = heads_x + (part * TURNS + begin) * BV
-        replayed = gl.where(flush, committed, 0)
-        x_next = load_replayed_x(first_x, ring_x_head, start, replayed, P, R, FLUSHED, num_warps, BV)
         if flush:
-            LH: gl.constexpr = heads_by_row_layout(num_warps)
-            h_of = head + gl.expand_dims(gl.arange(0, num_warps, layout=gl.SliceLayout(1, LH)), 1)
-            dt_ptrs = ring_dt_ptr + base * ring_dt_slot + h_of * ring_dt_head
-            B_old, dt_old, dt_after = load_replayed(ring_B, dt_ptrs, True, start, committed, N, R, FLUSHED, LH)
-            stage_chunk(staged_B, staged_dt, staged_a, B_old, dt_old, dt_after, gl.load(A_ptr + h_of))
+            stage_chunk(staged_B, staged_dt, staged_a, B_old, dt_old, dt_after, A_old)
     for turn in range(begin, end):
         stage = (turn - begin) % STAGES
         first_v = (part * TURNS + turn) * BV

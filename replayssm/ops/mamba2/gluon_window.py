@@ -64,10 +64,9 @@ def mamba2_window_kernel(
             hint_g = (part // CHUNKS).to(gl.int64)
             _, hint_h, hint_v = tile_at(part % CHUNKS * TILES, PER_BLOCK, HW, BV)
             give_hints(
-                state_ptr, ring_x_ptr, ring_B_ptr, cursors_ptr, slot_indices_ptr + row, num_slots,
-                hint_g * (H // G) + hint_h, hint_v, hint_g, gl.to_tensor(chunks_state_slot).to(gl.int64) * CHUNK,
-                gl.to_tensor(chunks_state_head).to(gl.int64) * CHUNK, ring_x_slot, ring_x_head, ring_B_slot,
-                ring_B_group, P, N, R, HW, TILES * BV, HINT,
+                state_ptr, cursors_ptr, slot_indices_ptr + row, num_slots, hint_g * (H // G) + hint_h, hint_v,
+                gl.to_tensor(chunks_state_slot).to(gl.int64) * CHUNK,
+                gl.to_tensor(chunks_state_head).to(gl.int64) * CHUNK, N, HW, TILES * BV,
             )  # fmt: skip
     gdc_wait()
     if APPENDERS > 0:

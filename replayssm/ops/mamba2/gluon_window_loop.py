@@ -73,11 +73,13 @@ def run_tiles(
         if APPENDS:
             append_x(x, ring_x_ptr + (h * ring_x_head + v), ring_x_head, last, length, P, R, HW, BV)
         x_f_now = x_f
-        if i + 1 < end:
+        if TILES > 1:
+            # Masked, not behind a branch, at whose end the compiler would wait for them.
             from_row, tokens = opaque(start), opaque(length)
+            read, again = gl.where(i + 1 < end, count, 0), gl.where(i + 1 < end, replayed, 0)
             x_new, x_old = x_ptr + (next_h * x_head + next_v), ring_x_ptr + (next_h * ring_x_head + next_v)
-            x = load_x(x_new, x_old, x_token, x_head, ring_x_head, from_row, tokens, count, P, R, ROWS, HW, BV, L3)
-            x_f = load_replayed_x(x_old, ring_x_head, from_row, replayed, P, R, FLUSH_ROWS, HW, BV, OWN)
+            x = load_x(x_new, x_old, x_token, x_head, ring_x_head, from_row, tokens, read, P, R, ROWS, HW, BV, L3)
+            x_f = load_replayed_x(x_old, ring_x_head, from_row, again, P, R, FLUSH_ROWS, HW, BV, OWN)
         rows = tiles.index((i - begin) % STAGES)
         tile = view(rows, [HW, BV, N], tile_shared(STATE.primitive_bitwidth))
         tile_ptr = state_ptr + h * state_head + v * N

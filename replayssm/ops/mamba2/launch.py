@@ -214,7 +214,7 @@ def _step_kernel(
     options |= {"HINT": config.hint, "HINT_ROWS": config.hint_rows, "HINT_FIRST": config.hint_first}
     options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers}
     if config.kernel == "tile":
-        options |= {"HEADS": config.heads, "RING_FIRST": config.ring_first}
+        options |= {"HEADS": config.heads}
         return gluon_tile.mamba2_tile_kernel, programs, (), options
     descriptor = gluon_tiles.describe(state, config.heads, config.block_v)
     options |= {"TURNS": config.turns, "STAGES": config.stages}

@@ -18,7 +18,7 @@ FORMATS = {
 }
 OTHER_REPLAY = ("nvfp4/fp32", "int8/fp16")  # compiled with the form of a flush that is not the default, too
 PORTABLE = ("64x128", ("nvfp4/fp8", "int8/fp16", "bf16/fp32"))
-BATCHES = (8, 256)
+BATCHES = (1, 16, 256)
 GLUON_SPILL = 64  # bytes, in the code of heads that are encoded again: more registers would cost programs
 _CODES = {"bf16": "bf16", "int8": "i8", "fp8": "u8", "nvfp4": "u8", "none": "u8"}
 _SCALES = {"bf16": "fp32", "int8": "fp16", "fp8": "fp32", "nvfp4": "u8", "none": "fp32"}
@@ -67,9 +67,9 @@ def _portable_case(name: str, sizes: dict[str, Any], shape: ReadShape) -> AotCas
 
 def _gluon_case(name: str, sizes: dict[str, Any], state: str, config: ReadConfig, replay: str) -> AotCase:
     launch = {"TILES": config.tiles, "GROUP": config.group, "DEPTH": config.depth, "FLUSH_ROWS": config.flush_rows}
-    launch |= {"EVERY": config.every, "APPENDERS": config.appenders, "AHEAD": config.ahead}
+    launch |= {"EVERY": config.every, "APPENDERS": config.appenders, "AHEAD": config.ahead, "HINT": config.hint}
     constexprs = {**sizes, **launch, "REPLAY": replay}
     options = launch_options(config.num_warps, config.max_registers)
     kernel = gluon_read.mamba2_read_kernel
-    name, spill = f"{name}-{replay}-{config}", GLUON_SPILL
+    name, spill = f"{name}-{replay}-{config}-{config.depth}", GLUON_SPILL
     return AotCase(name, kernel, state, constexprs, options, ("sm90",), _argument, gluon=True, spill=spill)

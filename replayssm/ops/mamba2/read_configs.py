@@ -15,6 +15,7 @@ class ReadConfig:
     reading program covers `tiles` tiles of 16 `num_warps` state rows of one batch row and group, `group` of them in
     flight, or if `depth` is not 0 that many stages of `group` tiles, in shared memory; at the end `appenders` programs
     a row write the new tokens. ahead: a reading program asks for its ring rows before anything is waited for.
+    hint: it asks for what it will likely read before the kernel before is done, and then for all rows at once.
     """
 
     kernel: str
@@ -27,6 +28,7 @@ class ReadConfig:
     every: int = 1
     ahead: bool = True
     max_registers: int | None = None
+    hint: bool = False
 
     def __str__(self) -> str:
         if self.kernel == "triton":
@@ -67,17 +69,15 @@ def fits(config: ReadConfig, shape: ReadShape) -> bool:
 
 # Up to a batch, (warps, tiles, tiles in flight or a stage, stages) to try in order; the first that fits the layer is
 # used. Measured on one H200. Four programs a multiprocessor have stages of nvfp4 in shared memory.
-SMALL = ((4, 2, 2, 0), (4, 3, 1, 0), (4, 1, 1, 0))
-MIDDLE = ((4, 4, 2, 0), *SMALL)
+TINY = ((4, 2, 2, 1), (4, 3, 3, 1), (4, 1, 1, 1))
+MIDDLE = ((4, 4, 2, 0), (4, 2, 2, 0), (4, 3, 1, 0), (4, 1, 1, 0))
 LARGE = ((4, 16, 2, 0), (4, 15, 3, 0), (4, 8, 2, 0), (4, 5, 1, 0), *MIDDLE)
 STEP = {
-    "nvfp4": (
-        (16, ((8, 2, 2, 0), *SMALL)),
-        (48, MIDDLE),
-        (1 << 30, ((4, 16, 2, 3), (4, 15, 3, 2), (4, 8, 4, 0), *LARGE)),
-    ),
-    "": ((16, SMALL), (48, MIDDLE), (1 << 30, LARGE)),
+    "nvfp4": ((16, TINY), (48, MIDDLE), (1 << 30, ((4, 16, 2, 3), (4, 15, 3, 2), (4, 8, 4, 0), *LARGE))),
+    "": ((16, TINY), (48, MIDDLE), (1 << 30, LARGE)),
 }
+# Up to a batch, by whether d_state is 256: small batches flush one row at a time, or all at once.
+FLUSH_ROWS = {False: ((2, 1), (8, 2), (48, 4), (1 << 30, 16)), True: ((16, 1), (48, 4), (1 << 30, 16))}
 # In a large batch, readers that move a byte an element leave processors to flushes beside them; nvfp4's do not.
 EVERY = {"int8": 2, "fp8": 2}
 WIDE = ((16, 8, 1, 0), (16, 4, 1, 0), (16, 2, 1, 0), (16, 1, 1, 0), (8, 1, 1, 0), (4, 1, 1, 0))  # d_state 256
@@ -91,13 +91,13 @@ def read_config(batch: int, shape: ReadShape) -> ReadConfig:
     choices = (
         WIDE[0 if batch > 48 else 2 :] if wide else next(choices for largest, choices in table if batch <= largest)
     )
-    flush_rows = 16 if batch > 48 else 4 if batch > 16 else 1
+    flush_rows = next(rows for largest, rows in FLUSH_ROWS[wide] if batch <= largest)
     every = EVERY.get(shape.read, 1) if batch > 48 and not wide else 1
     # The rows' lines would find no room in what the shared memory of these flushes leaves of the L1 cache.
     ahead = shape.checkpoint != "fp8" or shape.head_dim * shape.d_state <= 8192
     for warps, tiles, group, depth in choices:
-        registers = None if wide else 128
-        config = ReadConfig("gluon", warps, tiles, group, depth, flush_rows, 4, every, ahead, registers)
+        registers, hint = None if wide else 128, batch <= 16 and not wide
+        config = ReadConfig("gluon", warps, tiles, group, depth, flush_rows, 4, every, ahead, registers, hint)
         if fits(config, shape):
             return config
     return portable_config(shape)

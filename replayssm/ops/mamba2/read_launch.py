@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import triton
 
-from replayssm.checks import fail
+from replayssm.checks import check_choice, fail
 from replayssm.config import Mamba2Spec
 from replayssm.ops.device import device_arch, is_aligned
 from replayssm.ops.mamba2.read_configs import ReadConfig, ReadShape, read_config
@@ -56,6 +56,7 @@ def mamba2_read_step(
     """See `replayssm.ops.mamba2.reference.mamba2_step`; `config` and `window_config` (windows) override the tables."""
     if query_start_loc is None and max_window_len != 1:
         raise fail("max_window_len", max_window_len, "1 without query_start_loc")
+    check_choice("replay", replay, ("serial", "chunk"))
     batch = slot_indices.shape[0]
     if batch == 0:
         return
@@ -102,11 +103,6 @@ def mamba2_read_step(
         **rest,
         **options,
     )
-
-
-def supports(spec: Mamba2Spec, *, checkpoint: str, read: str, max_window_len: int, rounding: str) -> bool:
-    """Whether a GPU runs these formats: random words come four columns at a time."""
-    return rounding == "nearest" or spec.d_state % 4 == 0
 
 
 def route(spec: Mamba2Spec, *, checkpoint: str, read: str, batch: int, device: torch.device, ring_len: int) -> str:
@@ -178,7 +174,7 @@ def _gluon(config: ReadConfig, batch: int, shape: ReadShape) -> Launch:
     readers = batch * shape.num_heads * shape.head_dim // (16 * config.num_warps * config.tiles)
     options = {**_dims(shape), "TILES": config.tiles, "GROUP": config.group, "DEPTH": config.depth}
     options |= {"FLUSH_ROWS": config.flush_rows, "EVERY": config.every, "APPENDERS": config.appenders}
-    options["AHEAD"] = config.ahead
+    options |= {"AHEAD": config.ahead, "HINT": config.hint}
     options |= {"num_warps": config.num_warps, "maxnreg": config.max_registers}
     options["launch_pdl"] = True
     grid = flushers + readers + batch * config.appenders

@@ -1,0 +1,216 @@
+"""GDN's flush of a head in chunk form that waits in shared memory from its first read until its nvfp4 copy is written.
+
+Memory sees the checkpoint once each way, and what a flush of a small batch waits for is short.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from replayssm.ops.delta.gluon_chunk_gdn import chunk_tables, load_keys, solve_operands, stage_keys
+from replayssm.ops.delta.gluon_common import barrier, row_of
+from replayssm.ops.delta.gluon_read_head import prefetch
+from replayssm.ops.delta.gluon_read_renew import block_layout, most
+from replayssm.ops.delta.gluon_read_tile import load_rows_v
+from replayssm.ops.delta.gluon_read_window_pieces import (
+    allocate_kept,
+    fetch_kept,
+    line_ptrs,
+    lines_layout,
+    piece_operands,
+    pieces_shared,
+    stage_pieces,
+    store_columns,
+)
+from replayssm.ops.gluon_chunk import (
+    PIECE,
+    chunk_layout,
+    from_pieces,
+    left_parts,
+    num_parts,
+    products,
+    rows_shared,
+    to_pieces,
+)
+from replayssm.ops.gluon_encode import larger
+from replayssm.ops.gluon_flushers import opaque
+from replayssm.ops.gluon_formats import encode_nvfp4_numbers, global_scale, largest_finite
+from replayssm.ops.gluon_read_window_touch import touch_rows
+from replayssm.ops.gluon_window_parts import mma_layout
+
+
+@gluon.jit
+def replay_kept(
+    kept, v, seen_at, through, last, solve, ROWS: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    """Fold the staged rows into a head; returns the largest magnitudes of the rows' parts [V rows, 32].
+
+    seen_at: staged pieces of the keys; through: what multiplies the first products; last: what the state fades by.
+    """
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    COUNT: gl.constexpr = kept.shape[0]
+    V: gl.constexpr = kept.shape[1]
+    L: gl.constexpr = chunk_layout(V, PIECE, gl.num_warps())
+    zero = gl.zeros([V, ROWS], gl.float32, layout=MMA)
+    W = zero
+    for first in tl.range(0, COUNT, PIECES, disable_licm=True):
+        for i in gl.static_range(PIECES):
+            left = left_parts(to_pieces(kept.index(first + i).load(L), MMA)[0], MMA)
+            W += products(left, piece_operands(seen_at, first + i, PARTS, COUNT, True, MMA), zero)
+    W *= gl.expand_dims(through, 0)
+    u = left_parts(products(left_parts(v - W, MMA), solve, zero), MMA)
+    largest = gl.zeros([V, PIECE], gl.float32, layout=L)
+    for first in tl.range(0, COUNT, PIECES, disable_licm=True):
+        for i in gl.static_range(PIECES):
+            x = to_pieces(kept.index(first + i).load(L), MMA)[0].to(gl.float32)
+            added = products(u, piece_operands(seen_at, first + i, PARTS, COUNT, False, MMA), gl.zeros_like(x))
+            fade, added = gl.broadcast(last, added)
+            stored = from_pieces((gl.fma(x, fade, added),), L).to(kept.dtype)
+            kept.index(first + i).store(stored)
+            largest = larger(largest, gl.abs(stored.to(gl.float32)))
+    return largest
+
+
+@gluon.jit
+def largest_kept(kept, largest):
+    """The largest magnitude of what is kept among blocks without NaN and infinity, as bits; largest: of all."""
+    COUNT: gl.constexpr = kept.shape[0]
+    bits = gl.reduce(gl.reduce(largest, 1, larger), 0, larger).to(gl.int32, bitcast=True)
+    if bits >= 0x7F800000:
+        bits = 0
+        for c in gl.static_range(COUNT):
+            x = kept.index(c).load(block_layout(gl.num_warps())).to(gl.float32)
+            bits = gl.maximum(bits, gl.reduce(largest_finite(x), 0, most))
+    return bits
+
+
+@gluon.jit
+def write_kept(
+    kept, state, codes, scales, power, inverse_power, K: gl.constexpr, EXACT: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    """Write a head and its copy; returns whether `EXACT` (the copy alone) might have chosen otherwise anywhere."""
+    WARPS: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = block_layout(WARPS)
+    LINES: gl.constexpr = lines_layout(kept.dtype.primitive_bitwidth, WARPS)
+    V: gl.constexpr = kept.shape[1]
+    to = line_ptrs(state, V, K)
+    doubts = gl.zeros([V], gl.int32, layout=gl.SliceLayout(1, L))
+    for first in tl.range(0, kept.shape[0], PIECES, disable_licm=True):
+        for i in gl.static_range(PIECES):
+            c = first + i
+            if not EXACT:
+                gl.store(to + c * PIECE, kept.index(c).load(LINES))
+            x = kept.index(c).load(L).to(gl.float32)
+            encoded, block_scales, _, _, doubtful = encode_nvfp4_numbers(x, power, inverse_power, EXACT, True)
+            store_columns(codes + c * (PIECE // 2), encoded, K // 2)
+            store_columns(scales + c * (PIECE // 16), block_scales, K // 16)
+            if not EXACT:
+                doubts = doubts | gl.convert_layout(gl.max(doubtful.to(gl.int32), 1), doubts.type.layout)
+    return gl.max(doubts, 0)
+
+
+@gluon.jit
+def renew_kept(
+    kept, v, seen_at, through, last, solve, state, codes, scales, global_at, K: gl.constexpr, ROWS: gl.constexpr,
+    PARTS: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """Replay a head that is on its way to shared memory; write it and its copy; PIECES: of 32 columns, side by side."""
+    async_copy.wait_group(0)
+    barrier()
+    largest = replay_kept(kept, v, seen_at, through, last, solve, ROWS, PARTS, PIECES)
+    # Other threads wrote what a thread encodes.
+    barrier()
+    power, inverse_power = global_scale(largest_kept(kept, largest))
+    gl.store(global_at, power)
+    # One head in a hundred: again, with sums that round exactly as the format says.
+    if write_kept(kept, state, codes, scales, power, inverse_power, K, False, PIECES) > 0:
+        write_kept(kept, state, codes, scales, power, inverse_power, K, True, 1)
+
+
+@gluon.jit
+def stage_flush(
+    ring_k, ring_g, ring_beta, start, count, ring_len, stride_rg_head, stride_rb_head, K: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, NORM: gl.constexpr,
+):  # fmt: skip
+    """What the flush of some v-heads of a k-head multiplies by: staged keys, and `chunk_tables`."""
+    PARTS: gl.constexpr = num_parts(ring_k.dtype.element_ty)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    rows_at = gl.allocate_shared_memory(gl.bfloat16, [PARTS, ROWS, K], rows_shared())
+    seen_at = gl.allocate_shared_memory(gl.bfloat16, [PARTS * (K // PIECE), ROWS, PIECE], pieces_shared(2))
+    norm_at = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+    through_at = gl.allocate_shared_memory(gl.float32, [HEADS * ROWS], FLAT)
+    last_at = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
+    solve_at = gl.allocate_shared_memory(gl.bfloat16, [3, HEADS * ROWS, ROWS], PLAIN)
+    keys = load_keys(ring_k, start, count, ring_len, K, ROWS)
+    stage_keys(rows_at, norm_at, keys, PIECE, NORM)
+    stage_pieces(seen_at, keys)
+    chunk_tables(
+        solve_at, through_at, last_at, rows_at, norm_at, ring_g, ring_beta, start, count, ring_len, stride_rg_head,
+        stride_rb_head, HEADS, ROWS, K,
+    )  # fmt: skip
+    return seen_at, through_at, last_at, solve_at
+
+
+@gluon.jit
+def tables_of(through_at, last_at, solve_at, h, HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """A head's part of what `stage_flush` gave, as `renew_kept` takes it."""
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    through = row_of(through_at, h, HEADS, ROWS).load(gl.SliceLayout(0, MMA))
+    last = gl.expand_dims(row_of(last_at, h, HEADS, 1).load(gl.SliceLayout(1, MMA)), 1)
+    return through, last, solve_operands(solve_at, h, HEADS, ROWS)
+
+
+@gluon.jit
+def flush_kept_heads(
+    token, part, begin, end, state, ring_k, ring_v, ring_g, ring_beta, cursors, slot_indices, codes, scales, global_at,
+    ring_len, chunks_state_slot, chunks_state_head, stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head,
+    stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head, chunks_codes_slot, stride_scales_slot,
+    stride_global_slot,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, NORM: gl.constexpr,
+    PIECES: gl.constexpr,
+):  # fmt: skip
+    """Flush v-heads `begin` to `end` of HEADS that share a k-head of a row."""
+    PARTS: gl.constexpr = num_parts(ring_k.dtype.element_ty)
+    CHUNK: gl.constexpr = 128 // state.dtype.element_ty.primitive_bitwidth
+    slot = gl.load(slot_indices + token).to(gl.int64)
+    start = gl.load(cursors + slot * 4)
+    count = gl.load(cursors + slot * 4 + 1)
+    head = (part * HEADS + begin).to(gl.int64)
+    # What the last item's tables were read for is over.
+    barrier()
+    state += (slot * chunks_state_slot + head * chunks_state_head) * CHUNK
+    kept = allocate_kept(state.dtype.element_ty, V, K)
+    fetch_kept(kept, state, K)
+    ring_k += slot * stride_rk_slot + part * HEADS // GROUP * stride_rk_head
+    ring_v += slot * stride_rv_slot + head * stride_rv_head
+    ring_g += slot * stride_rg_slot + part * HEADS * stride_rg_head
+    ring_beta += slot * stride_rb_slot + part * HEADS * stride_rb_head
+    touch_rows(ring_k, start, count, ring_len, K, ROWS)
+    touch_rows(ring_g, start, count, ring_len, 1, ROWS)
+    touch_rows(ring_beta, start, count, ring_len, 1, ROWS)
+    touch_rows(ring_v, start, count, ring_len, V, ROWS)
+    seen_at, through_at, last_at, solve_at = stage_flush(
+        ring_k, ring_g, ring_beta, start, count, ring_len, stride_rg_head, stride_rb_head, K, HEADS, ROWS, NORM
+    )
+    codes += slot * chunks_codes_slot * 16 + head * (V * (K // 2))
+    scales += slot * stride_scales_slot + head * (V * (K // 16))
+    global_at += slot * stride_global_slot + head
+    for n in tl.range(begin, end, disable_licm=True):
+        # A constant number is more than Triton 3.6 can fold.
+        h = opaque(n)
+        following = state + chunks_state_head * CHUNK
+        if h + 1 < end:
+            prefetch(following, kept.shape[0] * V * PIECE * kept.dtype.primitive_bitwidth // 8)
+        v = load_rows_v(ring_v, 0, start, count, ring_len, V, V, ROWS).to(gl.float32)
+        through, last, solve = tables_of(through_at, last_at, solve_at, h, HEADS, ROWS)
+        renew_kept(kept, v, seen_at, through, last, solve, state, codes, scales, global_at, K, ROWS, PARTS, PIECES)
+        barrier()
+        if h + 1 < end:
+            fetch_kept(kept, following, K)
+        state, global_at, ring_v = following, global_at + 1, ring_v + stride_rv_head
+        codes += V * (K // 2)
+        scales += V * (K // 16)

@@ -1,0 +1,101 @@
+"""Pieces of 32 columns in shared memory, for flushes in chunk form: of what they multiply by, and of a whole head."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from replayssm.ops.delta.gluon_read_codes import as_shape
+from replayssm.ops.gluon_chunk import PIECE, in_chunk_order, parts_of
+from replayssm.ops.gluon_window_parts import copy_to_shared
+
+
+@gluon.constexpr_function
+def pieces_shared(rank):
+    """Shared memory of pieces [.., rows, 32] of 16 bits: operands of both products without bank conflicts."""
+    return gl.SwizzledSharedLayout(8, 2, 4, order=list(range(rank))[::-1])
+
+
+@gluon.jit
+def stage_pieces(pieces_at, x):
+    """Put the parts of x [rows, K] into shared memory [parts * K / 32, rows, 32], in chunk order."""
+    parts = parts_of(x)
+    COUNT: gl.constexpr = x.shape[1] // PIECE
+    SHAPE: gl.constexpr = [pieces_at.shape[0], pieces_at.shape[1], pieces_at.shape[2]]
+    whole_at = as_shape(pieces_at, gl.bfloat16, SHAPE, pieces_shared(3))
+    for p in gl.static_range(len(parts)):
+        turned = gl.permute(gl.reshape(in_chunk_order(parts[p], PIECE), [x.shape[0], COUNT, PIECE]), (1, 0, 2))
+        whole_at.slice(p * COUNT, COUNT).store(turned)
+
+
+@gluon.jit
+def stage_again(pieces_at, rows_at):
+    """As `stage_pieces`, of parts that lie in shared memory [parts, rows, K] in chunk order already."""
+    PARTS: gl.constexpr = rows_at.shape[0]
+    ROWS: gl.constexpr = rows_at.shape[1]
+    COUNT: gl.constexpr = rows_at.shape[2] // PIECE
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    SHAPE: gl.constexpr = [pieces_at.shape[0], pieces_at.shape[1], pieces_at.shape[2]]
+    whole_at = as_shape(pieces_at, gl.bfloat16, SHAPE, pieces_shared(3))
+    for p in gl.static_range(PARTS):
+        turned = gl.permute(gl.reshape(rows_at.index(p).load(L), [ROWS, COUNT, PIECE]), (1, 0, 2))
+        whole_at.slice(p * COUNT, COUNT).store(turned)
+
+
+@gluon.jit
+def piece_operands(pieces_at, c, PARTS: gl.constexpr, COUNT: gl.constexpr, TURNED: gl.constexpr, MMA: gl.constexpr):
+    """The parts of staged piece c as right operands: [rows, 32], or (TURNED) [32, rows]."""
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    parts = ()
+    for p in gl.static_range(PARTS):
+        part_at = pieces_at.index(p * COUNT + c)
+        if TURNED:
+            parts = parts + (part_at.permute((1, 0)).load(RIGHT),)
+        else:
+            parts = parts + (part_at.load(RIGHT),)
+    return parts
+
+
+@gluon.jit
+def store_columns(to, x, PITCH: gl.constexpr):
+    """Store x as columns of rows of PITCH elements."""
+    rows = gl.expand_dims(gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout)) * PITCH, 1)
+    gl.store(to + (rows + gl.expand_dims(gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout)), 0)), x)
+
+
+@gluon.constexpr_function
+def kept_shared(bits):
+    """Shared memory of pieces [V rows, 32]: blocks and accumulators' rows without bank conflicts."""
+    return gl.SwizzledSharedLayout(128 // bits, 32 // bits, bits // 4, order=[1, 0])
+
+
+@gluon.constexpr_function
+def lines_layout(bits, warps):
+    """[V rows, 32]: 16-byte accesses to neighbouring bytes."""
+    lanes = bits // 4
+    return gl.BlockedLayout([1, 128 // bits], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def line_ptrs(state, V: gl.constexpr, K: gl.constexpr):
+    """Pointers to a head's first piece."""
+    L: gl.constexpr = lines_layout(state.dtype.element_ty.primitive_bitwidth, gl.num_warps())
+    rows = gl.expand_dims(gl.arange(0, V, layout=gl.SliceLayout(1, L)) * K, 1)
+    return state + (rows + gl.expand_dims(gl.arange(0, PIECE, layout=gl.SliceLayout(0, L)), 0))
+
+
+@gluon.jit
+def allocate_kept(TYPE: gl.constexpr, V: gl.constexpr, K: gl.constexpr):
+    """Shared memory for a head [pieces, V rows, 32]."""
+    return gl.allocate_shared_memory(TYPE, [K // PIECE, V, PIECE], kept_shared(TYPE.primitive_bitwidth))
+
+
+@gluon.jit
+def fetch_kept(kept, state, K: gl.constexpr):
+    """Start copying a head to shared memory."""
+    COUNT: gl.constexpr = kept.shape[0]
+    ptrs = line_ptrs(state, kept.shape[1], K)
+    for c in gl.static_range(COUNT):
+        copy_to_shared(kept.index(c), ptrs + c * PIECE)
+    async_copy.commit_group()
