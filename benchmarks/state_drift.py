@@ -156,23 +156,30 @@ def measure(name: str, length: int, device: str) -> Iterator[dict[str, Any]]:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Errors against tokens, a panel a model."""
+    """Errors against tokens, a panel a model: a colour a checkpoint; one line for all whose states are the same."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
     models = list(dict.fromkeys(result["model"] for result in results))
-    figure, axes = pyplot.subplots(1, len(models), figsize=(4.5 * len(models), 4), sharey=True, squeeze=False)
+    figure, axes = pyplot.subplots(1, len(models), figsize=(4 * len(models), 4), sharey=True, squeeze=False)
     for axis, model in zip(axes[0], models, strict=True):
         for result in (r for r in results if r["model"] == model):
-            style = "--" if "@token" in result["variant"] else "-"
-            axis.loglog(list(result["errors"]), list(result["errors"].values()), style, label=result["variant"])
+            checkpoint, read = result["variant"].split("/")[1], result["variant"].split("/")[0]
+            if result["bit_equal"] and (read, checkpoint) != ("none", "fp32"):
+                continue
+            name = checkpoint.partition("@")[0].partition(":")[0]
+            style = "--" if "@token" in checkpoint else ":" if ":" in checkpoint else "-"
+            label = checkpoint.replace("@", ", every ").replace(":", ", ")
+            label = "fp32, any read, or every token" if name == "fp32" else label
+            color = f"C{('fp32', 'fp16', 'bf16', 'fp8', 'nvfp4').index(name)}"
+            axis.loglog(list(result["errors"]), list(result["errors"].values()), style, color=color, label=label)
         axis.set_title(model)
         axis.set_xlabel("tokens")
     axes[0][0].set_ylabel("relative error of the state")
-    axes[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    axes[0][-1].legend(title="checkpoint", fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 @torch.no_grad()
