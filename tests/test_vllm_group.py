@@ -6,6 +6,8 @@ Needs no vLLM. The oracle is stepwise decoding of the accepted tokens alone.
 from __future__ import annotations
 
 import random
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 
 from replayssm import GDNSpec, KDASpec, LayerCache, Mamba2Spec, Plan, ReplayCache, delta_decode, mamba2_decode
 from replayssm.cursors import Step
+from replayssm.integrations.vllm import pages
 from replayssm.integrations.vllm.group import NULL_BLOCK, Group, Rows, continued_blocks, decode_step
+from replayssm.integrations.vllm.layer import ReplayLayer
 from replayssm.layer import layer_shapes, view_layer
 from replayssm.quant import as_indexable, quantize
 
@@ -223,3 +227,19 @@ def test_requests_move_to_other_blocks(read: str) -> None:
         made = quantize(layer.state[dst], "nvfp4")
         for name, tensor in layer.read_copy.tensors().items():
             assert torch.equal(as_indexable(tensor)[dst], as_indexable(made.tensors()[name]))
+
+
+def test_the_log_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for what goes through replay and what does not, and one for the kernels of the largest batch."""
+    lines: list[str] = []
+    logger = SimpleNamespace(info_once=lambda text, *values: lines.append(text % values))
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.logger", SimpleNamespace(init_logger=lambda name: logger))
+    replaced, other = ReplayLayer(), SimpleNamespace(plan=None)
+    replaced.plan, replaced.max_batch = Plan((GDNSpec(1, 2, 32, 16),), num_draft_tokens=2), 24
+    pages._log(["a", "b"], {"a": replaced, "b": other}, [SimpleNamespace(plan=replaced.plan)])
+    assert lines == [
+        "replayssm: 1 gdn 2x16x32 through replay, 1 SimpleNamespace as in vLLM; "
+        "buffer_len 16, checkpoint fp32, read none, torch",
+        "replayssm: gdn 2x16x32, 24 requests: torch",
+    ]
