@@ -178,6 +178,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         axis.set_title(model)
         axis.set_xlabel("tokens")
     axes[0][0].set_ylabel("relative error of the state")
+    axes[0][0].set_ylim(top=1e2)  # what lies above has lost its state
     axes[0][-1].legend(title="checkpoint", fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
