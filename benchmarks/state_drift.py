@@ -166,7 +166,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(models), figsize=(4 * len(models), 4), sharey=True, squeeze=False)
     for axis, model in zip(axes[0], models, strict=True):
         for result in (r for r in results if r["model"] == model):
-            checkpoint, read = result["variant"].split("/")[1], result["variant"].split("/")[0]
+            read, checkpoint = result["variant"].split("/")
             if result["bit_equal"] and (read, checkpoint) != ("none", "fp32"):
                 continue
             name = checkpoint.partition("@")[0].partition(":")[0]

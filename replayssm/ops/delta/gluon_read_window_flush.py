@@ -6,10 +6,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.delta.gluon_layouts import scores_layout, tile_layout
-from replayssm.ops.delta.gluon_read_chunk import flush_heads
-from replayssm.ops.delta.gluon_read_flush import flush_head
-from replayssm.ops.delta.gluon_read_renew import CHUNK, staged_layout
+from replayssm.ops.delta.gluon_read_crew import flush_ranked
 from replayssm.ops.delta.gluon_read_window_heads import flush_in_loops
 from replayssm.ops.delta.gluon_read_window_kept import flush_kept_heads
 from replayssm.ops.gluon_formats import scales_a_row
@@ -33,9 +30,6 @@ def flush_windows(
     """Flush every `crew`-th of the (row, v-head) that flush in this step, from number `member` on."""
     WARPS: gl.constexpr = gl.num_warps()
     BITS: gl.constexpr = state.dtype.element_ty.primitive_bitwidth
-    # An fp8 checkpoint is summed in fp32's order.
-    TILE: gl.constexpr = tile_layout(32 if BITS == 8 else BITS, BLOCK_V, WARPS)
-    SCORES: gl.constexpr = scores_layout(ROWS, K, WARPS, KDA)
     LR: gl.constexpr = gl.BlockedLayout([max(1, BLOCK_B // (32 * WARPS))], [32], [WARPS], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     rank, total = rank_of_rows(
@@ -71,43 +65,15 @@ def flush_windows(
                     CHUNK_HEADS, K, V, BLOCK_V, ROWS, NORM, READ, KDA,
                 )  # fmt: skip
         return
-    if CHUNK_HEADS > 0:
-        for item in tl.range(member, total * PARTS, crew, disable_licm=True):
-            row = gl.arange(0, BLOCK_B, layout=LR)
-            token = gl.sum(gl.where(rank_at.load(LR) == item // PARTS, row, 0), 0).to(gl.int64)
-            flush_heads(
-                token, item % PARTS, q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g,
-                ring_beta, cursors, slot_indices, out, codes, scales, global_scale, state_scales, ring_len, scale,
-                lower_bound, stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token,
-                stride_v_head, stride_g_token, stride_g_head, stride_beta_token, stride_beta_head,
-                stride_out_token, stride_out_head, chunks_state_slot, chunks_state_head, stride_rk_slot,
-                stride_rk_head, stride_rv_slot, stride_rv_head, stride_ru_slot, stride_ru_head, stride_rg_slot,
-                stride_rg_head, stride_rb_slot, stride_rb_head, chunks_codes_slot, stride_scales_slot,
-                stride_global_slot, stride_state_scales_slot, GROUP, CHUNK_HEADS, K, V, BLOCK_V, ROWS,
-                READ if COPY else "none", KDA, RAW, HAS_BIAS, BOUNDED, NORM, scales_a_row(READ, K), False,
-            )  # fmt: skip
-        return
-    keys_at = gl.allocate_shared_memory(gl.float32, [ROWS * K], FLAT)
-    gates_at = keys_at
-    if KDA:
-        gates_at = gl.allocate_shared_memory(gl.float32, [ROWS * K], FLAT)
-    values_at = gl.allocate_shared_memory(ring_v.dtype.element_ty, [ROWS * V], FLAT)
-    decay_at = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-    beta_at = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-    tile_at = gl.allocate_shared_memory(gl.float32, [K // CHUNK, BLOCK_V, CHUNK], staged_layout())
-    for item in range(member, total * HV, crew):
-        row = gl.arange(0, BLOCK_B, layout=LR)
-        token = gl.sum(gl.where(rank_at.load(LR) == item // HV, row, 0), 0).to(gl.int64)
-        head = (item % HV).to(gl.int64)
-        flush_head(
-            token, head, q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors,
-            slot_indices, out, codes, scales, global_scale, state_scales, ring_len, scale, lower_bound, stride_q_token,
-            stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_g_token, stride_g_head,
-            stride_beta_token, stride_beta_head, stride_out_token, stride_out_head, chunks_state_slot,
-            chunks_state_head, stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head, stride_ru_slot,
-            stride_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head, chunks_codes_slot,
-            stride_scales_slot, stride_global_slot, stride_state_scales_slot, keys_at, gates_at, values_at, decay_at,
-            beta_at, decay_at, decay_at, tile_at,
-            HV, GROUP, K, V, BLOCK_V, ROWS, READ if COPY else "none", KDA, RAW, HAS_BIAS, BOUNDED, NORM,
-            scales_a_row(READ, K), BITS, TILE, SCORES, False,
-        )  # fmt: skip
+    flush_ranked(
+        rank_at, total, member, crew,
+        q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices, out,
+        codes, scales, global_scale, state_scales, ring_len, scale, lower_bound, stride_q_token, stride_q_head,
+        stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_g_token, stride_g_head, stride_beta_token,
+        stride_beta_head, stride_out_token, stride_out_head, chunks_state_slot, chunks_state_head, stride_rk_slot,
+        stride_rk_head, stride_rv_slot, stride_rv_head, stride_ru_slot, stride_ru_head, stride_rg_slot, stride_rg_head,
+        stride_rb_slot, stride_rb_head, chunks_codes_slot, stride_scales_slot, stride_global_slot,
+        stride_state_scales_slot,
+        HV, GROUP, K, V, BLOCK_V, ROWS, READ if COPY else "none", KDA, RAW, HAS_BIAS, BOUNDED, NORM,
+        scales_a_row(READ, K), CHUNK_HEADS, False, LR,
+    )  # fmt: skip

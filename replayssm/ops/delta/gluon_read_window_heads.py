@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.delta.gluon_chunk_gdn import chunk_tables, load_keys, solve_operands, stage_keys
+from replayssm.ops.delta.gluon_chunk_gdn import solve_operands
 from replayssm.ops.delta.gluon_chunk_kda import kda_chunk_tables
 from replayssm.ops.delta.gluon_common import barrier, row_of
 from replayssm.ops.delta.gluon_read_head import largest_of, prefetch
@@ -19,8 +19,9 @@ from replayssm.ops.delta.gluon_read_window_pieces import (
     piece_operands,
     pieces_shared,
     stage_again,
-    stage_pieces,
+    stage_flush,
     store_columns,
+    tables_of,
 )
 from replayssm.ops.gluon_chunk import (
     PIECE,
@@ -29,7 +30,6 @@ from replayssm.ops.gluon_chunk import (
     left_parts,
     num_parts,
     products,
-    rows_shared,
     to_pieces,
 )
 from replayssm.ops.gluon_encode import larger
@@ -137,12 +137,9 @@ def flush_in_loops(
 ):  # fmt: skip
     """Flush v-heads `begin` to `end` of HEADS that share a k-head of a row: the checkpoint and its copy."""
     MMA: gl.constexpr = mma_layout(gl.num_warps())
-    ACT: gl.constexpr = ring_k.dtype.element_ty
     STATE_CHUNK: gl.constexpr = 128 // state.dtype.element_ty.primitive_bitwidth
     CODE_CHUNK: gl.constexpr = 128 // codes.dtype.element_ty.primitive_bitwidth
     STATE_BYTES: gl.constexpr = V * K * state.dtype.element_ty.primitive_bitwidth // 8
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     slot = gl.load(slot_indices + token)
     start = gl.load(cursors + slot.to(gl.int64) * 4)
     count = gl.load(cursors + slot.to(gl.int64) * 4 + 1)
@@ -165,20 +162,10 @@ def flush_in_loops(
         stage_again(seen_at, rows_at)
         stage_again(left_at, faded_at)
     else:
-        rows_at = gl.allocate_shared_memory(gl.bfloat16, [num_parts(ACT), ROWS, K], rows_shared())
-        seen_at = gl.allocate_shared_memory(gl.bfloat16, [num_parts(ACT) * COUNT, ROWS, PIECE], pieces_shared(2))
+        seen_at, through_at, last_at, solve_at = stage_flush(
+            at_k, gates_of, beta_of, start, count, ring_len, stride_rg_head, stride_rb_head, K, HEADS, ROWS, NORM
+        )
         left_at = seen_at
-        norm_at = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
-        through_at = gl.allocate_shared_memory(gl.float32, [HEADS * ROWS], FLAT)
-        last_at = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
-        solve_at = gl.allocate_shared_memory(gl.bfloat16, [3, HEADS * ROWS, ROWS], PLAIN)
-        keys = load_keys(at_k, start, count, ring_len, K, ROWS)
-        stage_keys(rows_at, norm_at, keys, PIECE, NORM)
-        stage_pieces(seen_at, keys)
-        chunk_tables(
-            solve_at, through_at, last_at, rows_at, norm_at, gates_of, beta_of, start, count, ring_len,
-            stride_rg_head, stride_rb_head, HEADS, ROWS, K,
-        )  # fmt: skip
     for h in tl.range(begin, end, disable_licm=True):
         head = (opaque(part * HEADS) + h).to(gl.int64)
         s = opaque(slot).to(gl.int64)
@@ -187,15 +174,14 @@ def flush_in_loops(
             prefetch(at_state + chunks_state_head * STATE_CHUNK, STATE_BYTES)
         at_codes = codes + s * chunks_codes_slot * CODE_CHUNK + head * (V * codes_a_row(READ, K))
         at_scales = scales + s * stride_scales_slot + head * (V * scales_a_row(READ, K))
-        through = 1.0
-        last = gl.zeros([1, 1], gl.float32, layout=MMA)
-        if not KDA:
-            through = row_of(through_at, h, HEADS, ROWS).load(gl.SliceLayout(0, MMA))
-            last = gl.expand_dims(row_of(last_at, h, HEADS, 1).load(gl.SliceLayout(1, MMA)), 1)
+        if KDA:
+            through, last = 1.0, gl.zeros([1, 1], gl.float32, layout=MMA)
+            solve = solve_operands(solve_at, h, HEADS, ROWS)
+        else:
+            through, last, solve = tables_of(through_at, last_at, solve_at, h, HEADS, ROWS)
         largest = replay_head(
             at_state, at_codes, at_scales, ring_v + s * stride_rv_slot + head * stride_rv_head, start, count, ring_len,
-            seen_at, left_at, through, last, last_at, solve_operands(solve_at, h, HEADS, ROWS), K, V, BLOCK_V, ROWS,
-            READ, KDA,
+            seen_at, left_at, through, last, last_at, solve, K, V, BLOCK_V, ROWS, READ, KDA,
         )  # fmt: skip
         if READ == "nvfp4":
             bits = largest_of(at_state, at_state, gl.reduce(largest, 1, larger), K, V, BLOCK_V, 64)

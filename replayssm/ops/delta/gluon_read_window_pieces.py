@@ -6,9 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from replayssm.ops.delta.gluon_chunk_gdn import chunk_tables, load_keys, solve_operands, stage_keys
+from replayssm.ops.delta.gluon_common import row_of
 from replayssm.ops.delta.gluon_read_codes import as_shape
-from replayssm.ops.gluon_chunk import PIECE, in_chunk_order, parts_of
-from replayssm.ops.gluon_window_parts import copy_to_shared
+from replayssm.ops.gluon_chunk import PIECE, in_chunk_order, num_parts, parts_of, rows_shared
+from replayssm.ops.gluon_window_parts import copy_to_shared, mma_layout
 
 
 @gluon.constexpr_function
@@ -55,6 +57,40 @@ def piece_operands(pieces_at, c, PARTS: gl.constexpr, COUNT: gl.constexpr, TURNE
         else:
             parts = parts + (part_at.load(RIGHT),)
     return parts
+
+
+@gluon.jit
+def stage_flush(
+    ring_k, ring_g, ring_beta, start, count, ring_len, stride_rg_head, stride_rb_head, K: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, NORM: gl.constexpr,
+):  # fmt: skip
+    """What the flush of some v-heads of a k-head multiplies by: staged keys, and `chunk_tables`."""
+    PARTS: gl.constexpr = num_parts(ring_k.dtype.element_ty)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    rows_at = gl.allocate_shared_memory(gl.bfloat16, [PARTS, ROWS, K], rows_shared())
+    seen_at = gl.allocate_shared_memory(gl.bfloat16, [PARTS * (K // PIECE), ROWS, PIECE], pieces_shared(2))
+    norm_at = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+    through_at = gl.allocate_shared_memory(gl.float32, [HEADS * ROWS], FLAT)
+    last_at = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
+    solve_at = gl.allocate_shared_memory(gl.bfloat16, [3, HEADS * ROWS, ROWS], PLAIN)
+    keys = load_keys(ring_k, start, count, ring_len, K, ROWS)
+    stage_keys(rows_at, norm_at, keys, PIECE, NORM)
+    stage_pieces(seen_at, keys)
+    chunk_tables(
+        solve_at, through_at, last_at, rows_at, norm_at, ring_g, ring_beta, start, count, ring_len, stride_rg_head,
+        stride_rb_head, HEADS, ROWS, K,
+    )  # fmt: skip
+    return seen_at, through_at, last_at, solve_at
+
+
+@gluon.jit
+def tables_of(through_at, last_at, solve_at, h, HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """Of a head, what `stage_flush` gave: what multiplies the first products, what the state fades by, the inverse."""
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    through = row_of(through_at, h, HEADS, ROWS).load(gl.SliceLayout(0, MMA))
+    last = gl.expand_dims(row_of(last_at, h, HEADS, 1).load(gl.SliceLayout(1, MMA)), 1)
+    return through, last, solve_operands(solve_at, h, HEADS, ROWS)
 
 
 @gluon.jit

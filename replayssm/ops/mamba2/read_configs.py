@@ -69,12 +69,13 @@ def fits(config: ReadConfig, shape: ReadShape) -> bool:
 
 # Up to a batch, (warps, tiles, tiles in flight or a stage, stages) to try in order; the first that fits the layer is
 # used. Measured on one H200. Four programs a multiprocessor have stages of nvfp4 in shared memory.
+HINTED = 16  # the largest batch whose programs give hints
 TINY = ((4, 2, 2, 1), (4, 3, 3, 1), (4, 1, 1, 1))
 MIDDLE = ((4, 4, 2, 0), (4, 2, 2, 0), (4, 3, 1, 0), (4, 1, 1, 0))
 LARGE = ((4, 16, 2, 0), (4, 15, 3, 0), (4, 8, 2, 0), (4, 5, 1, 0), *MIDDLE)
 STEP = {
-    "nvfp4": ((16, TINY), (48, MIDDLE), (1 << 30, ((4, 16, 2, 3), (4, 15, 3, 2), (4, 8, 4, 0), *LARGE))),
-    "": ((16, TINY), (48, MIDDLE), (1 << 30, LARGE)),
+    "nvfp4": ((HINTED, TINY), (48, MIDDLE), (1 << 30, ((4, 16, 2, 3), (4, 15, 3, 2), (4, 8, 4, 0), *LARGE))),
+    "": ((HINTED, TINY), (48, MIDDLE), (1 << 30, LARGE)),
 }
 # Up to a batch, by whether d_state is 256: small batches flush one row at a time, or all at once.
 FLUSH_ROWS = {False: ((2, 1), (8, 2), (48, 4), (1 << 30, 16)), True: ((16, 1), (48, 4), (1 << 30, 16))}
@@ -96,7 +97,7 @@ def read_config(batch: int, shape: ReadShape) -> ReadConfig:
     # The rows' lines would find no room in what the shared memory of these flushes leaves of the L1 cache.
     ahead = shape.checkpoint != "fp8" or shape.head_dim * shape.d_state <= 8192
     for warps, tiles, group, depth in choices:
-        registers, hint = None if wide else 128, batch <= 16 and not wide
+        registers, hint = None if wide else 128, batch <= HINTED and not wide
         config = ReadConfig("gluon", warps, tiles, group, depth, flush_rows, 4, every, ahead, registers, hint)
         if fits(config, shape):
             return config
