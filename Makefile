@@ -19,7 +19,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(STAMP)
 	$(BIN)/replayssm demo
 
+# vLLM's CPU build needs Python 3.11.
 test: lint check-types unit
+	@if $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+		$(MAKE) --no-print-directory test-vllm; \
+	else \
+		echo "$(PYTHON) is older than Python 3.11: the tests of the vLLM plugin are left out (make test-vllm PYTHON=python3.x)"; \
+	fi
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -49,7 +55,7 @@ VLLM_VENV := .cache/venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.requirements-installed
 
 test-vllm: $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup $(PYTEST_ARGS) tests/vllm_plugin
+	$(VLLM_VENV)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS) tests/vllm_plugin
 
 # A torch built for CUDA brings the Triton it was built with; any other torch gets the pinned one.
 define make_venv

@@ -1,4 +1,4 @@
-"""These tests start vLLM engines: they run in an environment of their own (`make test-vllm`)."""
+"""These tests start vLLM engines: they run in an environment of their own (`make test-vllm`, a file a worker, since a file's engines run once)."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from models import save
 
 pytestmark = pytest.mark.timeout(900)  # three engines start in a fixture
 HERE = Path(__file__).resolve().parent
-# The engines of a family run once, so its tests share a worker.
-FAMILIES = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("nemotron_h", "qwen3_next")]
+FAMILIES = ("nemotron_h", "qwen3_next")
 READ = {"replayssm": {"buffer_len": 5, "read": "nvfp4"}}
 STEPWISE = {"replayssm": {"buffer_len": 1}}  # every token is replayed into the checkpoint before the next
 PLUGIN = {"replayssm": {"buffer_len": 5}}
