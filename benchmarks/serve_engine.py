@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DELAY = 12  # steps before a profile starts: by then every prompt is read and the batch is whole
-STEPS = 31
+STEPS = 32
 COUNTS = "vllm:spec_decode_num"
 LONGEST, NAME = 40, 120  # kernels that a result lists, and letters of a name
 
