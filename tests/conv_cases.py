@@ -12,8 +12,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize(("block", "rows"), [(64, 1), (32, 4)])
-def test_convolution(bias: bool, silu: bool, block: int, rows: int) -> None:
+@pytest.mark.parametrize("block", [32, 64])
+def test_convolution(bias: bool, silu: bool, block: int) -> None:
     rng = torch.Generator().manual_seed(0)
     channels, num_blocks = 72, 7
 
@@ -27,8 +27,7 @@ def test_convolution(bias: bool, silu: bool, block: int, rows: int) -> None:
     pages[0], x[1], x[4] = float("nan"), float("nan"), float("nan")
     out, before = torch.full((len(blocks), channels), float("nan"), dtype=torch.float16, device=DEVICE), pages.clone()
     expected = pages.clone()
-    sizes = {"block": block, "rows": rows}
-    conv_step(x, weight, offset if bias else None, states, blocks, out, silu=silu, pad_slot_id=0, **sizes)
+    conv_step(x, weight, offset if bias else None, states, blocks, out, silu=silu, pad_slot_id=0, block=block)
     view = expected[:, 16 : 16 + 3 * channels].view(num_blocks, 3, channels)
     for row, at in enumerate(blocks.tolist()):
         if not 0 < at < num_blocks:
@@ -64,10 +63,10 @@ def test_windows(bias: bool) -> None:
         x = noise(int(lens.sum()) + 2, channels + 8)[:, 8:]
         pages[0] = x[-2:] = float("nan")  # tokens of no row pad a captured batch
         out = torch.full((len(x), channels), float("nan"), dtype=torch.float16, device=DEVICE)
-        rows = (blocks, starts, accepted)
-        conv_window(
-            x, weight, offset if bias else None, states, *rows, out, max_window_len=longest, silu=True, pad_slot_id=0
-        )
+        rows, cleared = (blocks, starts, accepted), torch.full((len(x), 5, 16), 7.0, device=DEVICE)
+        options = {"max_window_len": longest, "silu": True, "pad_slot_id": 0, "block": 64, "cleared": cleared}
+        conv_window(x, weight, offset if bias else None, states, *rows, out, **options)
+        assert (cleared[-2:] == 0).all() and (cleared[:-2] == 7).all()
         counts = [int(torch.randint(1, max(n, 1) + 1, (1,), generator=rng)) for n in lens.tolist()]
         for row, at in enumerate(blocks.tolist()):
             mine = slice(int(starts[row]), int(starts[row + 1]))

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 from delta_case import PAD, Dims
 from read_delta_case import check_read_steps, new_read_layer
-from test_read_window_gpu import check as check_window
+from read_window_case import check as check_window
 
 from replayssm import GDNSpec, KDASpec
 from replayssm.ops.delta import launch, read_launch

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
-from test_read_window_gpu import BF16, FP32, QWEN, make_case, new_layer, run
+from read_window_case import BF16, FP32, KIMI, NANO, QWEN, SUPER, make_case, new_layer, run
+from test_window_gpu import name
 
+from replayssm import LayerSpec, Mamba2Spec
 from replayssm.ops.delta import read_launch, read_window_launch
+from replayssm.ops.mamba2 import read_window_launch as mamba2_window
 
 
 class Recorded:
@@ -22,7 +26,7 @@ class Recorded:
         return lambda *args, **options: None
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, arch: str, max_committed: int) -> list[str]:
+def chosen(monkeypatch: pytest.MonkeyPatch, arch: str, max_committed: int, window: int) -> list[str]:
     picked: list[str] = []
 
     def gluon(*args: Any) -> list[Any]:
@@ -38,15 +42,34 @@ def chosen(monkeypatch: pytest.MonkeyPatch, arch: str, max_committed: int) -> li
     monkeypatch.setattr(read_window_launch, "_portable", portable)
     case = make_case(QWEN, 4, False, BF16, FP32)
     layer = new_layer(case, "nvfp4", False, "cpu")
-    run(read_launch.delta_read_step, QWEN, case, layer, False, max_committed=max_committed)
+    run(read_launch.delta_read_step, QWEN, case, layer, False, window, max_committed=max_committed)
     return picked
 
 
 @pytest.mark.parametrize(
-    ("arch", "max_committed", "kernel"),
-    [("sm90", 0, "gluon"), ("sm90", 16, "gluon"), ("sm90", 17, "portable"), ("sm80", 0, "portable")],
+    ("arch", "max_committed", "window", "kernel"),
+    [
+        ("sm90", 0, 4, "gluon"),
+        ("sm90", 32, 16, "gluon"),
+        ("sm90", 33, 4, "portable"),
+        ("sm90", 0, 17, "portable"),
+        ("sm80", 0, 4, "portable"),
+    ],
 )
-def test_a_flush_of_more_rows_than_kernels_lay_out_is_portable(
-    monkeypatch: pytest.MonkeyPatch, arch: str, max_committed: int, kernel: str
+def test_more_rows_or_tokens_than_kernels_lay_out_are_portable(
+    monkeypatch: pytest.MonkeyPatch, arch: str, max_committed: int, window: int, kernel: str
 ) -> None:
-    assert chosen(monkeypatch, arch, max_committed) == [kernel]
+    assert chosen(monkeypatch, arch, max_committed, window) == [kernel]
+
+
+@pytest.mark.parametrize("spec", [QWEN, KIMI, SUPER, NANO], ids=name)
+def test_rings_of_32_rows_and_windows_of_16_tokens_have_kernels(
+    monkeypatch: pytest.MonkeyPatch, spec: LayerSpec
+) -> None:
+    module = mamba2_window if isinstance(spec, Mamba2Spec) else read_window_launch
+    monkeypatch.setattr(module, "device_arch", lambda device: "sm90")
+    for buffer_len in range(1, 33):
+        for window in range(1, min(buffer_len, 16) + 1):
+            options: dict[str, Any] = {"checkpoint": "fp32", "read": "nvfp4", "batch": 8, "device": torch.device("cpu")}
+            route = module.window_route(spec, **options, buffer_len=buffer_len, max_window_len=window)
+            assert route.startswith("gluon")

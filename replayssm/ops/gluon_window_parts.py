@@ -49,12 +49,6 @@ def heads_layout(warps):
     return gl.BlockedLayout([1, 1], [2, 16], [warps, 1], [1, 0])
 
 
-@gluon.constexpr_function
-def outputs_layout(columns, warps):
-    """[V, columns]: neighbouring V rows in neighbouring lanes, 16 rows a warp as in `mma_layout`."""
-    return gl.BlockedLayout([2, columns // 4], [8, 4], [warps, 1], [0, 1])
-
-
 @gluon.jit
 def add(a, b):
     return a + b

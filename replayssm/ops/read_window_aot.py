@@ -17,13 +17,15 @@ from replayssm.ops.mamba2.read_configs import ReadShape as Mamba2Shape
 # Super, Nano; (k-heads, v-heads, KDA): Qwen3.5-122B, Kimi-Linear.
 MAMBA2_SHAPES = {"64x128": (128, 8, 64, 128), "80x128": (96, 8, 80, 128)}
 DELTA_SHAPES = {"qwen": (16, 64, False), "kimi": (32, 32, True)}
-# Read format, checkpoint, tokens, batch; on sm_90 all, elsewhere the first.
+# Read format, checkpoint, tokens, rows, batch; on sm_90 all, elsewhere the first.
 CASES = (
-    *(("nvfp4", "fp32", 4, 256), ("nvfp4", "fp8", 8, 8), ("int8", "fp16", 4, 64)),
-    *(("fp8", "bf16", 4, 256), ("bf16", "fp32", 4, 256), ("none", "fp8", 4, 256)),
+    *(("nvfp4", "fp32", 4, 16, 256), ("nvfp4", "fp8", 8, 16, 8), ("int8", "fp16", 4, 16, 64)),
+    *(("fp8", "bf16", 4, 16, 256), ("bf16", "fp32", 4, 16, 256), ("none", "fp8", 4, 16, 256)),
+    *(("nvfp4", "fp32", 8, 32, 256), ("nvfp4", "bf16", 16, 32, 8), ("int8", "fp32", 16, 32, 64)),
+    *(("fp8", "fp16", 16, 32, 256), ("bf16", "bf16", 16, 32, 256), ("nvfp4", "fp8", 8, 32, 64)),
 )
 # The tables have other entries for smaller batches.
-SMALLER = (("nvfp4", "fp32", 4, 8), ("int8", "fp16", 4, 8), ("nvfp4", "bf16", 4, 64))
+SMALLER = (("nvfp4", "fp32", 4, 16, 8), ("int8", "fp16", 4, 16, 8), ("nvfp4", "bf16", 4, 16, 64))
 _CODES = {"bf16": "bf16", "int8": "i8", "fp8": "u8", "nvfp4": "u8", "none": "u8"}
 _SCALES = {"bf16": "fp32", "int8": "fp16", "fp8": "fp32", "nvfp4": "u8", "none": "fp32"}
 _FLOAT = {"A", "D", "dt_bias", "ring_dt", "A_log", "ring_g", "ring_beta", "global", "global_scale", "state_scales"}
@@ -41,6 +43,7 @@ _PLAIN = {
 }
 _UNALIGNED = ("stride_rg", "stride_rb", "stride_g", "stride_beta", "stride_global", "dt_", "ring_dt", "global_")
 _SPILL = 48  # bytes: a program that flushes spills around its loops; more registers leave readers less room
+_READ_SPILL = 32  # of five to eight tokens: fewer programs a multiprocessor cost more
 
 
 def _argument(case: AotCase, name: str) -> tuple[str, bool]:
@@ -77,6 +80,8 @@ def aot_cases() -> Iterator[AotCase]:
             for label, dims in MAMBA2_SHAPES.items():
                 yield from _mamba2_cases(label, dims, *case, arch)
             yield from _delta_cases("qwen", DELTA_SHAPES["qwen"], *case, arch)
+    # KDA's tables of 32 rows are the largest.
+    yield from _delta_cases("kimi", DELTA_SHAPES["kimi"], "nvfp4", "fp32", 8, 32, 256, "sm90")
 
 
 def _portable_case(label: str, heads: tuple[int, int, bool], read: str, state: str) -> AotCase:
@@ -98,26 +103,27 @@ def _portable_case(label: str, heads: tuple[int, int, bool], read: str, state: s
 
 
 def _mamba2_cases(
-    label: str, dims: tuple[int, int, int, int], read: str, state: str, tokens: int, batch: int, arch: str
+    label: str, dims: tuple[int, int, int, int], read: str, state: str, tokens: int, rows: int, batch: int, arch: str
 ) -> Iterator[AotCase]:
     """The flushing kernel and the reading one."""
     shape = Mamba2Shape(*dims, read, state, arch)
-    more: dict[str, Any] = {"R": 20, "ROWS": 16, "WINDOW": tokens, "TREE": tokens > 4}
+    more: dict[str, Any] = {"R": rows + tokens, "ROWS": rows, "WINDOW": tokens, "TREE": tokens > 4}
     more |= {"HAS_D": True, "HAS_Z": label == "64x128", "HAS_BIAS": True, "SOFTPLUS": True}
     more["REPLAY"] = "serial" if state == "fp32" else "chunk"
-    for kernel, _, known in mamba2.gluon_launches(mamba2.read_window_config(batch, shape, tokens), batch, shape):
+    config = mamba2.read_window_config(batch, shape, rows, tokens)
+    for kernel, _, known in mamba2.gluon_launches(config, batch, shape):
         yield _case(f"mamba2-{label}", kernel, read, state, tokens, known | more, arch)
 
 
 def _delta_cases(
-    label: str, heads: tuple[int, int, bool], read: str, state: str, tokens: int, batch: int, arch: str
+    label: str, heads: tuple[int, int, bool], read: str, state: str, tokens: int, rows: int, batch: int, arch: str
 ) -> Iterator[AotCase]:
     """The flushing kernel and the reading one."""
     num_k_heads, num_v_heads, kda = heads
-    shape = DeltaShape(num_k_heads, num_v_heads, 128, 128, kda, read, state, 20, True, arch)
-    more: dict[str, Any] = {"ROWS": 16, "TOKENS": tokens, "TREE": tokens > 4, "KDA": kda}
+    shape = DeltaShape(num_k_heads, num_v_heads, 128, 128, kda, read, state, rows + tokens, True, arch)
+    more: dict[str, Any] = {"ROWS": rows, "TOKENS": tokens, "TREE": tokens > 4, "KDA": kda}
     more |= {"RAW": True, "HAS_BIAS": True, "BOUNDED": kda, "NORM": True}
-    config = delta.read_window_config(batch, shape, 16, tokens)
+    config = delta.read_window_config(batch, shape, rows, tokens)
     kernels = (delta_kernels.delta_read_window_flush_kernel, delta_kernels.delta_read_window_kernel)
     for kernel, (_, known) in zip(kernels, delta.gluon_launches(config, batch, shape, True), strict=True):
         yield _case(f"delta-{label}", kernel, read, state, tokens, known | more, arch)
@@ -127,6 +133,6 @@ def _case(label: str, kernel: Any, read: str, state: str, tokens: int, known: di
     sizes = {name: value for name, value in known.items() if name in kernel.arg_names}
     options = launch_options(known["num_warps"], known["maxnreg"])
     kind = next((kind for kind in ("flush", "joint") if kind in kernel.__name__), "read")
-    name = f"{label}-{kind}-{read}-{state}-{tokens}-{known['num_warps']}"
-    spill = 0 if kind == "read" else _SPILL
+    name = f"{label}-{kind}-{read}-{state}-{tokens}x{known['ROWS']}-{known['num_warps']}"
+    spill = _SPILL if kind != "read" else _READ_SPILL if tokens == 8 else 0
     return AotCase(name, kernel, state, sizes, options, (arch,), _argument, gluon=True, spill=spill)

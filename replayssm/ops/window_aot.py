@@ -117,7 +117,7 @@ def _delta_cases(label: str, heads: tuple[int, int, int, int, bool], state: str,
     for arch in GLUON_ARCHS:
         for length in WINDOWS:
             shape = delta.WindowShape(HK, HV, K, V, kda, size, length, 16, arch)
-            more = sizes | {"TOKENS": 4 if length <= 4 else 8}
+            more = sizes | {"TOKENS": 4 if length <= 4 else 8, "WINDOW": length}
             for config in _gluon_configs(delta.window_config(batch, shape) for batch in BATCHES):
                 for replay in ("chunk", "serial"):
                     form = more | {"CHUNK": replay == "chunk"}

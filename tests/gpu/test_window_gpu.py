@@ -38,6 +38,7 @@ class Case:
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     parents: torch.Tensor | None
     flushed: list[int]
+    buffer_len: int = BUFFER_LEN
 
 
 def name(spec: LayerSpec) -> str:
@@ -50,14 +51,16 @@ def make_case(
     tree: bool,
     activation: torch.dtype,
     checkpoint: torch.dtype,
-    held: int = BUFFER_LEN,
+    held: int | None = None,
+    buffer_len: int = BUFFER_LEN,
 ) -> Case:
-    """held: the most committed rows; more than BUFFER_LEN where the step's limit was lowered."""
+    """held: the most committed rows; more than buffer_len where the step's limit was lowered."""
     generator, pick = torch.Generator().manual_seed(window), random.Random(window)
+    held, L = held or buffer_len, buffer_len
     ring_len = held + window
     lens = [window, window, 0, pick.randint(1, window), window, 1, 0, window, pick.randint(1, window), window]
-    committed = [held, 8, 5, 16 - window, 17 - window, 0, 9, min(3, 16 - window), held - 1, 0]
-    limits = [16, 16, 16, 16, 16, 16, 4, 99, 16, 1]
+    committed = [held, 8, 5, L - window, L + 1 - window, 0, 9, min(3, L - window), held - 1, 0]
+    limits = [L, L, L, L, L, L, 4, 99, L, 1]
     state = torch.randn(NUM_SLOTS, *spec.state_shape, generator=generator).to(checkpoint)
     ring = {}
     for field_name, field in spec.ring_fields.items():
@@ -79,14 +82,14 @@ def make_case(
     flushed = [
         slot
         for slot, count, length, limit in zip(OWNED, committed, lens, limits, strict=True)
-        if must_flush(count, length, BUFFER_LEN, limit)
+        if must_flush(count, length, buffer_len, limit)
     ]
     slots = torch.tensor([*OWNED[:3], -1, *OWNED[3:]], dtype=torch.int32)
     lens.insert(3, 2)
     loc = torch.tensor([0, *lens]).cumsum(0).int()
     parents = torch.tensor([pick.randint(-1, i - 1) for n in lens for i in range(n)], dtype=torch.int32)
     inputs = random_inputs(spec, sum(lens), activation, generator) | random_parameters(spec, generator)
-    return Case(state, ring, inputs, (cursors, slots, loc), parents if tree else None, flushed)
+    return Case(state, ring, inputs, (cursors, slots, loc), parents if tree else None, flushed, buffer_len)
 
 
 def fill_u(
@@ -116,7 +119,7 @@ def run(
     out = out.double() if exact else out.to(next(iter(case.inputs.values())).dtype)
     step(
         *(*positional(spec, inputs), state, *ring.values(), cursors, slots, loc, out),
-        buffer_len=BUFFER_LEN,
+        buffer_len=case.buffer_len,
         pad_slot_id=-1,
         max_window_len=int(case.rows[2].diff().max()),
         parents=place(case.parents),

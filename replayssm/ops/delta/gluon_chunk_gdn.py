@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from replayssm.ops.delta.gluon_common import add, row_of, table, view_as, wrap
 from replayssm.ops.delta.gluon_read_codes import as_shape
+from replayssm.ops.delta.gluon_window_fold import band_layout, inverse_bands
 from replayssm.ops.gluon_chunk import (
     PIECE,
     left_parts,
@@ -87,6 +88,36 @@ def key_products(keys_at, ROWS: gl.constexpr, K: gl.constexpr, MMA: gl.constexpr
     return total
 
 
+@gluon.constexpr_function
+def pairs_layout(heads, rows, warps):
+    """[heads, rows, rows]: as `triangle_layout`; of more than 16 rows, each pair in one thread or in few."""
+    if rows <= 16:
+        return triangle_layout(rows, warps)
+    heads = min(heads, warps)
+    return gl.BlockedLayout([1, 8, 1], [1, rows // 8, 256 // rows], [heads, 1, warps // heads], [2, 1, 0])
+
+
+@gluon.jit
+def stage_solution(solve_at, coef_at, left_at, beta_at, HEADS: gl.constexpr, ROWS: gl.constexpr):
+    """solve_at as in `chunk_tables` from coef_at: -A [column, heads, row]; left_at, beta_at [heads, rows].
+
+    In bands of four rows: those above the one that is being substituted are left out.
+    """
+    L: gl.constexpr = band_layout(gl.num_warps())
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    CUBE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
+    bands = inverse_bands(coef_at, HEADS, ROWS)
+    beta = gl.expand_dims(as_shape(beta_at, gl.float32, [HEADS, ROWS], PLAIN).load(gl.SliceLayout(1, L)), 1)
+    for band in gl.static_range(ROWS // 4):
+        X = bands[band] * beta
+        if left_at is not None:
+            X *= gl.expand_dims(left_at.slice(4 * band, 4, dim=1).load(gl.SliceLayout(2, L)), 2)
+        parts = split3(X)
+        for p in gl.static_range(3):
+            part_at = as_shape(solve_at.index(p), gl.bfloat16, [HEADS, ROWS, ROWS], CUBE)
+            part_at.slice(4 * band, 4, dim=2).permute((0, 2, 1)).store(parts[p])
+
+
 @gluon.jit
 def chunk_tables(
     solve_at, through_at, last_at, keys_at, norm_at, ring_g, ring_beta, start, count, ring_len, stride_rg_head,
@@ -99,7 +130,7 @@ def chunk_tables(
     rows]: e^G_j |k_j|^-1; last_at [heads]: e^G_T.
     """
     MMA: gl.constexpr = mma_layout(gl.num_warps())
-    L: gl.constexpr = triangle_layout(ROWS, gl.num_warps())
+    L: gl.constexpr = pairs_layout(HEADS, ROWS, gl.num_warps())
     IN_I: gl.constexpr = gl.SliceLayout(2, L)
     IN_J: gl.constexpr = gl.SliceLayout(1, L)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
@@ -123,11 +154,14 @@ def chunk_tables(
     A = fade * gram * gl.expand_dims(beta_at.load(IN_I) * norm_i, 2) * gl.expand_dims(norm_j, 1)
     A = gl.reshape(gl.permute(gl.where(lower, 0.0 - A, 0.0), (2, 0, 1)), [ROWS, HEADS * ROWS])
     view_as(coef_at, gl.float32, ROWS, HEADS * ROWS, PLAIN).store(A)
-    X = unit_lower_inverse(coef_at, HEADS, ROWS)
-    X *= gl.expand_dims(left_at.load(IN_I), 2) * gl.expand_dims(beta_at.load(IN_J), 1)
-    parts = split3(gl.permute(X, (0, 2, 1)))
-    for p in gl.static_range(3):
-        solve_at.index(p).store(gl.reshape(parts[p], [HEADS * ROWS, ROWS]))
+    if ROWS > 16:
+        stage_solution(solve_at, coef_at, left_at, beta_at, HEADS, ROWS)
+    else:
+        X = unit_lower_inverse(coef_at, HEADS, ROWS)
+        X *= gl.expand_dims(left_at.load(IN_I), 2) * gl.expand_dims(beta_at.load(IN_J), 1)
+        parts = split3(gl.permute(X, (0, 2, 1)))
+        for p in gl.static_range(3):
+            solve_at.index(p).store(gl.reshape(parts[p], [HEADS * ROWS, ROWS]))
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.delta.gluon_chunk_gdn import load_keys, replay_piece, seen_by_rows
+from replayssm.ops.delta.gluon_chunk_gdn import load_keys, replay_piece, seen_by_rows, stage_solution
 from replayssm.ops.delta.gluon_common import add, inverse_norm, row_of, table, view_as, wrap
 from replayssm.ops.delta.gluon_read_codes import as_shape
 from replayssm.ops.delta.gluon_window_kda import channels_layout
@@ -58,15 +58,14 @@ def score_pairs(gram_at, unit_at, fade_at, count, K: gl.constexpr, ROWS: gl.cons
 
 
 @gluon.jit
-def kda_chunk_tables(
+def kda_chunk_rows(
     ring_k, ring_g, ring_beta, start, count, ring_len, K: gl.constexpr, ROWS: gl.constexpr, NORM: gl.constexpr,
     WIDTH: gl.constexpr = PIECE, spare=None,
 ):
-    """What the tiles of a head share, in shared memory.
+    """What the tiles of a head share: F and L [rows, K], and in shared memory solve_at and last_at.
 
-    (fresh_at, left_at: F and L as bf16 parts in chunk order [3, rows, K]; solve_at: the parts of ((I + A)^-1)_sj beta_j
-    [3 parts, rows j, rows s]; last_at: e^G_T in chunk order [K]). spare: shared memory of 2 rows K words, or more, for
-    some of it.
+    solve_at: the parts of ((I + A)^-1)_sj beta_j [3 parts, rows j, rows s]; last_at: e^G_T in chunk order [K]. spare:
+    shared memory of 2 rows K words, or more, which is free again afterwards.
     """
     LK: gl.constexpr = channels_layout(ROWS, gl.num_warps())
     L: gl.constexpr = triangle_layout(ROWS, gl.num_warps())
@@ -101,20 +100,37 @@ def kda_chunk_tables(
     A = gl.expand_dims(table(gram_at, ROWS, ROWS).load(gl.SliceLayout(0, L)), 0)
     A = gl.where(lower, A * gl.expand_dims(gl.expand_dims(0.0 - beta_i, 0), 2), 0.0)
     view_as(coef_at, gl.float32, ROWS, ROWS, PLAIN).store(gl.reshape(gl.permute(A, (2, 0, 1)), [ROWS, ROWS]))
-    X = unit_lower_inverse(coef_at, 1, ROWS) * gl.expand_dims(gl.expand_dims(beta_j, 0), 1)
-    parts = split3(gl.permute(X, (0, 2, 1)))
-    for p in gl.static_range(3):
-        solve_at.index(p).store(gl.reshape(parts[p], [ROWS, ROWS]))
+    if ROWS > 16:
+        beta_at = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+        beta_at.store(beta_j)
+        stage_solution(solve_at, coef_at, None, beta_at, 1, ROWS)
+    else:
+        X = unit_lower_inverse(coef_at, 1, ROWS) * gl.expand_dims(gl.expand_dims(beta_j, 0), 1)
+        parts = split3(gl.permute(X, (0, 2, 1)))
+        for p in gl.static_range(3):
+            solve_at.index(p).store(gl.reshape(parts[p], [ROWS, ROWS]))
     unit = table(unit_at, ROWS, K).load(LK)
+    # The gates are read again, as registers are short.
+    gates = load_gates(ring_g, start, count, ring_len, K, ROWS)
+    return unit * gl.exp(gl.associative_scan(gates, 0, add)), left, solve_at, last_at
+
+
+@gluon.jit
+def kda_chunk_tables(
+    ring_k, ring_g, ring_beta, start, count, ring_len, K: gl.constexpr, ROWS: gl.constexpr, NORM: gl.constexpr,
+    WIDTH: gl.constexpr = PIECE, spare=None,
+):
+    """`kda_chunk_rows` in shared memory: F and L as bf16 parts in chunk order [3, rows, K]."""
+    fresh, left, solve_at, last_at = kda_chunk_rows(
+        ring_k, ring_g, ring_beta, start, count, ring_len, K, ROWS, NORM, WIDTH, spare
+    )
     # After the last use of what came before, whose space they may take.
     fresh_at = gl.allocate_shared_memory(gl.bfloat16, [3, ROWS, K], rows_shared())
     if spare is None:
         left_at = gl.allocate_shared_memory(gl.bfloat16, [3, ROWS, K], rows_shared())
     else:
         left_at = as_shape(spare, gl.bfloat16, [3, ROWS, K], rows_shared())
-    # The gates are read again, as registers are short.
-    gates = load_gates(ring_g, start, count, ring_len, K, ROWS)
-    stage_parts(fresh_at, unit * gl.exp(gl.associative_scan(gates, 0, add)), WIDTH)
+    stage_parts(fresh_at, fresh, WIDTH)
     stage_parts(left_at, left, WIDTH)
     return fresh_at, left_at, solve_at, last_at
 

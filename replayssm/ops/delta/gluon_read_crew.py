@@ -10,6 +10,7 @@ from replayssm.ops.delta.gluon_common import add
 from replayssm.ops.delta.gluon_layouts import scores_layout, tile_layout
 from replayssm.ops.delta.gluon_read_chunk import flush_heads
 from replayssm.ops.delta.gluon_read_flush import flush_head
+from replayssm.ops.delta.gluon_read_kept import flush_kept
 from replayssm.ops.delta.gluon_read_renew import CHUNK, staged_layout
 
 
@@ -114,6 +115,25 @@ def flush_rows(
     # Each row's number among those that flush, -1 for others, out of the registers' way.
     rank = gl.where(flushes, gl.associative_scan(flushes.to(gl.int32), 0, add) - 1, -1)
     rank_at = gl.allocate_shared_memory(gl.int32, [BLOCK_B], FLAT, rank)
+    # A head and the tables of more rows are more shared memory than some devices have.
+    FITS: gl.constexpr = BLOCK_L == 16 and state.dtype.element_ty != gl.uint8
+    KEPT: gl.constexpr = READ == "nvfp4" and not KDA and CHUNK_HEADS > 0 and FITS
+    if KEPT:
+        PARTS: gl.constexpr = HV // CHUNK_HEADS
+        for item in tl.range(member, gl.sum(flushes.to(gl.int32), 0) * PARTS, CREW, disable_licm=True):
+            row = gl.arange(0, BLOCK_B, layout=ROWS)
+            token = gl.sum(gl.where(rank_at.load(ROWS) == item // PARTS, row, 0), 0).to(gl.int64)
+            flush_kept(
+                token, item % PARTS, q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g,
+                ring_beta, cursors, slot_indices, out, codes, scales, global_at, ring_len, scale, lower_bound,
+                stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+                stride_g_token, stride_g_head, stride_beta_token, stride_beta_head, stride_out_token, stride_out_head,
+                chunks_state_slot, chunks_state_head, stride_rk_slot, stride_rk_head, stride_rv_slot, stride_rv_head,
+                stride_ru_slot, stride_ru_head, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
+                chunks_codes_slot, stride_scales_slot, stride_global_slot, GROUP, CHUNK_HEADS, K, V, BLOCK_V, BLOCK_L,
+                RAW, HAS_BIAS, BOUNDED, NORM,
+            )  # fmt: skip
+        return
     flush_ranked(
         rank_at, gl.sum(flushes.to(gl.int32), 0), member, CREW,
         q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices, out,

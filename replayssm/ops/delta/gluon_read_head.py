@@ -90,7 +90,6 @@ def flush_tiles(
     CODES_ROW: gl.constexpr = K // 2 if READ == "nvfp4" else K
     BITS: gl.constexpr = state.dtype.element_ty.primitive_bitwidth
     FP8: gl.constexpr = BITS == 8
-    KEEP: gl.constexpr = gl.num_warps() == 1
     WHOLE: gl.constexpr = FP8 or READ == "fp8"
     largest = gl.zeros([BLOCK_V], gl.float32, layout=gl.SliceLayout(1, MMA))
     for t in tl.range(TILES, disable_licm=True):
@@ -105,10 +104,7 @@ def flush_tiles(
         again = opaque(first)
         S = ()
         for c in gl.static_range(K // WIDTH):
-            if KEEP:
-                x = chunk_of(old, c, WIDTH)
-            else:
-                x = load_pieces(state, again, c, K, BLOCK_V, WIDTH)
+            x = load_pieces(state, again, c, K, BLOCK_V, WIDTH)
             x = replay_pieces(x, unit, left, left_at, last_at, last, c, KDA)
             if not FP8:
                 x = store_pieces(x, state, first, c, K, WIDTH)

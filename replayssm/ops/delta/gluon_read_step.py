@@ -2,7 +2,7 @@
 
 A reading program multiplies the codes of a few v-heads by k and q on the tensor cores, straight from the registers
 that they were loaded to. Reading leaves few registers and little shared memory in use; the crew's programs share the
-rows that flush among them by (row, v-head). Programs of one warp compute once what their v-heads share.
+rows that flush among them by (row, v-head).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from replayssm.ops.delta.gluon_read_crew import flush_rows
 from replayssm.ops.delta.gluon_read_part import read_heads
-from replayssm.ops.delta.gluon_read_warp import read_heads_alone
 from replayssm.ops.gluon_formats import scales_a_row
 
 
@@ -30,13 +29,12 @@ def delta_read_step_kernel(
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr, HEADS: gl.constexpr,
     BLOCK_V: gl.constexpr, CREW: gl.constexpr, EVERY: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_L: gl.constexpr,
     READ: gl.constexpr, COPY: gl.constexpr, SPLIT: gl.constexpr, KDA: gl.constexpr, RAW: gl.constexpr,
-    HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr, NORM: gl.constexpr, CHUNK_HEADS: gl.constexpr,
+    HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     """READ: the format that is read: of the copy, or (not COPY) of an fp8 checkpoint itself."""
     ACT: gl.constexpr = ring_u.dtype.element_ty
     ACT_CHUNK: gl.constexpr = 128 // ACT.primitive_bitwidth
     SCALES: gl.constexpr = scales_a_row(READ, K)
-    READER: gl.constexpr = read_heads_alone if gl.num_warps() == 1 else read_heads
 
     gdc_wait()
     gdc_launch_dependents()
@@ -53,11 +51,11 @@ def delta_read_step_kernel(
             chunks_ru_head * ACT_CHUNK, stride_rg_slot, stride_rg_head, stride_rb_slot, stride_rb_head,
             chunks_codes_slot, stride_scales_slot, stride_global_slot, stride_state_scales_slot,
             HV, GROUP, K, V, BLOCK_V, CREW, BLOCK_B, BLOCK_L, READ if COPY else "none", KDA, RAW, HAS_BIAS, BOUNDED,
-            NORM, SCALES, CHUNK_HEADS,
+            NORM, SCALES, 0,
         )  # fmt: skip
         return
     pid -= gl.minimum((pid + EVERY - 1) // EVERY, CREW)
-    READER(
+    read_heads(
         pid, q, k, v, g, beta, A_log, dt_bias, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors, slot_indices, out,
         words, scales, global_scale, num_slots, ring_len, buffer_len, pad_slot_id, scale, lower_bound, stride_q_token,
         stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_g_token, stride_g_head,

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from replayssm.ops.delta.gluon_chunk_gdn import solve_operands
-from replayssm.ops.delta.gluon_chunk_kda import kda_chunk_tables
+from replayssm.ops.delta.gluon_chunk_kda import kda_chunk_rows
 from replayssm.ops.delta.gluon_common import barrier, row_of
 from replayssm.ops.delta.gluon_read_head import largest_of, prefetch
 from replayssm.ops.delta.gluon_read_lean import encode_int8
@@ -18,8 +18,8 @@ from replayssm.ops.delta.gluon_read_tile import load_rows_v
 from replayssm.ops.delta.gluon_read_window_pieces import (
     piece_operands,
     pieces_shared,
-    stage_again,
     stage_flush,
+    stage_pieces,
     store_columns,
     tables_of,
 )
@@ -50,14 +50,15 @@ def piece_at(state, first, c, K: gl.constexpr, BLOCK_V: gl.constexpr):
 
 @gluon.jit
 def replay_head(
-    state, codes, scales, ring_v, start, count, ring_len, seen_at, left_at, through, last, last_at, solve,
+    state, codes, scales, ring_v, start, count, ring_len, seen_at, left_at, tables, h, HEADS: gl.constexpr,
     K: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr, ROWS: gl.constexpr, READ: gl.constexpr,
     KDA: gl.constexpr,
 ):  # fmt: skip
     """Fold the staged rows into a head in memory and write its copy, but for nvfp4.
 
-    seen_at, left_at: staged pieces that S and u are multiplied by; through (GDN): what multiplies the first products;
-    last (KDA: last_at [K]): what S fades by. Returns the largest magnitudes of the rows' parts [BLOCK_V, 32].
+    seen_at, left_at: staged pieces that S and u are multiplied by; tables: those of `stage_flush`, of which this is
+    head h (KDA: last_at [K], what S fades by, and solve_at). Returns the largest magnitudes of the rows' parts
+    [BLOCK_V, 32].
     """
     MMA: gl.constexpr = mma_layout(gl.num_warps())
     L: gl.constexpr = chunk_layout(BLOCK_V, PIECE, gl.num_warps())
@@ -67,7 +68,7 @@ def replay_head(
     largest = gl.zeros([BLOCK_V, PIECE], gl.float32, layout=L)
     for t in tl.range(V // BLOCK_V, disable_licm=True):
         first = opaque(t) * BLOCK_V
-        v = load_rows_v(ring_v, first, start, count, ring_len, V, BLOCK_V, ROWS).to(gl.float32)
+        v = load_rows_v(ring_v, first, start, count, ring_len, V, BLOCK_V, ROWS)
         W = zero
         S = gl.load(piece_at(state, first, 0, K, BLOCK_V))
         for c in tl.range(COUNT, disable_licm=True):
@@ -75,17 +76,22 @@ def replay_head(
             left = left_parts(to_pieces(S, MMA)[0], MMA)
             W += products(left, piece_operands(seen_at, c, PARTS, COUNT, True, MMA), zero)
             S = following
-        if not KDA:
+        # Now, as registers are short before.
+        if KDA:
+            solve = solve_operands(tables[1], h, HEADS, ROWS)
+        else:
+            through, last, solve = tables_of(tables, h, HEADS, ROWS)
             W *= gl.expand_dims(through, 0)
-        u = left_parts(products(left_parts(v - W, MMA), solve, zero), MMA)
+        u = left_parts(products(left_parts(v.to(gl.float32) - W, MMA), solve, zero), MMA)
         S = gl.load(piece_at(state, first, 0, K, BLOCK_V))
         for c in tl.range(COUNT, disable_licm=True):
             following = gl.load(piece_at(state, first, gl.minimum(c + 1, COUNT - 1), K, BLOCK_V))
             x = to_pieces(S, MMA)[0].to(gl.float32)
             added = products(u, piece_operands(left_at, c, PARTS, COUNT, False, MMA), gl.zeros_like(x))
-            fade = last
             if KDA:
-                fade = gl.expand_dims(row_of(last_at, c, COUNT, PIECE).load(gl.SliceLayout(0, MMA)), 0)
+                fade = gl.expand_dims(row_of(tables[0], c, COUNT, PIECE).load(gl.SliceLayout(0, MMA)), 0)
+            else:
+                fade = last
             fade, added = gl.broadcast(fade, added)
             stored = from_pieces((gl.fma(x, fade, added),), L).to(state.dtype.element_ty)
             gl.store(piece_at(state, first, c, K, BLOCK_V), stored)
@@ -136,7 +142,6 @@ def flush_in_loops(
     ROWS: gl.constexpr, NORM: gl.constexpr, READ: gl.constexpr, KDA: gl.constexpr,
 ):  # fmt: skip
     """Flush v-heads `begin` to `end` of HEADS that share a k-head of a row: the checkpoint and its copy."""
-    MMA: gl.constexpr = mma_layout(gl.num_warps())
     STATE_CHUNK: gl.constexpr = 128 // state.dtype.element_ty.primitive_bitwidth
     CODE_CHUNK: gl.constexpr = 128 // codes.dtype.element_ty.primitive_bitwidth
     STATE_BYTES: gl.constexpr = V * K * state.dtype.element_ty.primitive_bitwidth // 8
@@ -152,17 +157,17 @@ def flush_in_loops(
     beta_of = ring_beta + slot.to(gl.int64) * stride_rb_slot + part * HEADS * stride_rb_head
     COUNT: gl.constexpr = K // PIECE
     if KDA:
-        rows_at, faded_at, solve_at, last_at = kda_chunk_tables(
+        fresh, left, solve_at, last_at = kda_chunk_rows(
             at_k, gates_of, beta_of, start, count, ring_len, K, ROWS, NORM, PIECE
         )
-        through_at = last_at
+        tables = (last_at, solve_at)
         # Room for three parts in a power of two.
         seen_at = gl.allocate_shared_memory(gl.bfloat16, [4 * COUNT, ROWS, PIECE], pieces_shared(2))
         left_at = gl.allocate_shared_memory(gl.bfloat16, [4 * COUNT, ROWS, PIECE], pieces_shared(2))
-        stage_again(seen_at, rows_at)
-        stage_again(left_at, faded_at)
+        stage_pieces(seen_at, fresh)
+        stage_pieces(left_at, left)
     else:
-        seen_at, through_at, last_at, solve_at = stage_flush(
+        seen_at, tables = stage_flush(
             at_k, gates_of, beta_of, start, count, ring_len, stride_rg_head, stride_rb_head, K, HEADS, ROWS, NORM
         )
         left_at = seen_at
@@ -174,14 +179,9 @@ def flush_in_loops(
             prefetch(at_state + chunks_state_head * STATE_CHUNK, STATE_BYTES)
         at_codes = codes + s * chunks_codes_slot * CODE_CHUNK + head * (V * codes_a_row(READ, K))
         at_scales = scales + s * stride_scales_slot + head * (V * scales_a_row(READ, K))
-        if KDA:
-            through, last = 1.0, gl.zeros([1, 1], gl.float32, layout=MMA)
-            solve = solve_operands(solve_at, h, HEADS, ROWS)
-        else:
-            through, last, solve = tables_of(through_at, last_at, solve_at, h, HEADS, ROWS)
         largest = replay_head(
             at_state, at_codes, at_scales, ring_v + s * stride_rv_slot + head * stride_rv_head, start, count, ring_len,
-            seen_at, left_at, through, last, last_at, solve, K, V, BLOCK_V, ROWS, READ, KDA,
+            seen_at, left_at, tables, h, HEADS, K, V, BLOCK_V, ROWS, READ, KDA,
         )  # fmt: skip
         if READ == "nvfp4":
             bits = largest_of(at_state, at_state, gl.reduce(largest, 1, larger), K, V, BLOCK_V, 64)

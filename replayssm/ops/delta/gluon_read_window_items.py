@@ -53,12 +53,29 @@ def load_values(v, stride_v_token, length, ITEM: gl.constexpr, TOKENS: gl.conste
 
 
 @gluon.jit
-def read_part(part, operands, u_at, high, low, factor, scale, x_at, READ: gl.constexpr):
-    """Put what the copy and the committed rows (weights: high + low) give for the columns into x_at [rows, columns]."""
-    COLUMNS: gl.constexpr = x_at.shape[1]
-    X = multiply(part[0], part[1], operands, READ, COLUMNS) * gl.expand_dims(factor, 0)
+def add_rows(X, u_at, high, low, scale, x_at):
+    """Put what the copy (X) and the committed rows (weights: high + low) give for the columns into x_at."""
     u = u_at.permute((1, 0)).load(gl.DotOperandLayout(0, X.type.layout, 2))
     x_at.store(mma_v2(u, high, mma_v2(u, low, X)) * gl.expand_dims(scale, 0))
+
+
+@gluon.jit
+def solve_token(
+    X, value, beta_at, coef_at, i: gl.constexpr, h, length, fresh, ring_len, ring_v, ring_u, HEADS: gl.constexpr,
+    TOKENS: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """X with what token i's u gives for every column; writes v and u."""
+    LT: gl.constexpr = X.type.layout
+    LV: gl.constexpr = gl.SliceLayout(1, LT)
+    n = gl.expand_dims(gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(0, LT)), 0)
+    rows = gl.arange(0, X.shape[0], layout=LV)
+    there = (rows >= 0) & (i < length)
+    new = wrap(fresh + i, ring_len) * V + rows
+    gl.store(ring_v + new, value, mask=there)
+    coef = coef_at.index(i * HEADS + h).load(gl.SliceLayout(0, LT))
+    u = beta_at.index(h * TOKENS + i).load(LV) * (value.to(gl.float32) - gl.sum(gl.where(n == i, X, 0.0), 1))
+    gl.store(ring_u + new, u.to(ring_u.dtype.element_ty), mask=there)
+    return X + gl.expand_dims(u, 1) * gl.expand_dims(coef, 0)
 
 
 @gluon.jit
@@ -72,13 +89,16 @@ def finish_item(
     n = gl.expand_dims(gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(0, LT)), 0)
     rows = gl.arange(0, X.shape[0], layout=LV)
     for i in gl.static_range(TOKENS):
-        there = (rows >= 0) & (i < length)
-        new = wrap(fresh + i, ring_len) * V + rows
-        gl.store(ring_v + new, values[i], mask=there)
-        coef = coef_at.index(i * HEADS + h).load(gl.SliceLayout(0, LT))
-        u = beta_at.index(h * TOKENS + i).load(LV) * (values[i].to(gl.float32) - gl.sum(gl.where(n == i, X, 0.0), 1))
-        X += gl.expand_dims(u, 1) * gl.expand_dims(coef, 0)
-        gl.store(ring_u + new, u.to(ring_u.dtype.element_ty), mask=there)
+        # The longest window has more than half the tokens that there is room for.
+        if i <= max(3, TOKENS // 2):
+            X = solve_token(
+                X, values[i], beta_at, coef_at, i, h, length, fresh, ring_len, ring_v, ring_u, HEADS, TOKENS, V
+            )
+        else:
+            if i < length:
+                X = solve_token(
+                    X, values[i], beta_at, coef_at, i, h, length, fresh, ring_len, ring_v, ring_u, HEADS, TOKENS, V
+                )
     for i in gl.static_range(TOKENS):
         y = gl.sum(gl.where(n == TOKENS + i, X, 0.0), 1)
         gl.store(out + i * stride_out_token + rows, y.to(out.dtype.element_ty), mask=(rows >= 0) & (i < length))
@@ -104,7 +124,6 @@ def read_items(
     ITEMS: gl.constexpr = V // ITEM
     LT: gl.constexpr = columns_layout(ITEM, COLUMNS, WARPS)
     inverse = inverse_at.load(IN_N)
-    weight = score_at.load(LW)
     u_at = gl.allocate_shared_memory(ACT, [ROWS, ITEM], u_shared(ITEM))
     # Lanes that load whole rows meet in fewer banks.
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 2, order=[1, 0])
@@ -119,19 +138,22 @@ def read_items(
         part_1 = load_part(codes, scales, 2 * item + 1, PART, READ, K)
         values = load_values(v + h * stride_v_head + at, stride_v_token, length, ITEM, TOKENS, LT)
         factor = inverse * unit_at.index(h).load(IN_N)
+        if not KDA:
+            factor *= through_at.index(h).load(IN_N)
+        X_0 = multiply(part_0[0], part_0[1], operands, READ, COLUMNS) * gl.expand_dims(factor, 0)
+        X_1 = multiply(part_1[0], part_1[1], operands, READ, COLUMNS) * gl.expand_dims(factor, 0)
+        async_copy.wait_group(0)
+        seen = score_at.load(LW)
         if KDA:
-            seen = weight
             outer = factor * 0.0 + 1.0
         else:
-            factor *= through_at.index(h).load(IN_N)
-            seen = weight * gl.expand_dims(fade_at.index(h).load(gl.SliceLayout(1, LW)), 1)
+            seen *= gl.expand_dims(fade_at.index(h).load(gl.SliceLayout(1, LW)), 1)
             outer = scale_at.index(h).load(IN_N)
         high = seen.to(ACT)
         low = (seen - high.to(gl.float32)).to(ACT)
-        async_copy.wait_group(0)
         u_0, u_1 = u_at.slice(0, PART, dim=1), u_at.slice(PART, PART, dim=1)
-        read_part(part_0, operands, u_0, high, low, factor, outer, sums_at.slice(0, PART), READ)
-        read_part(part_1, operands, u_1, high, low, factor, outer, sums_at.slice(PART, PART), READ)
+        add_rows(X_0, u_0, high, low, outer, sums_at.slice(0, PART))
+        add_rows(X_1, u_1, high, low, outer, sums_at.slice(PART, PART))
         finish_item(
             sums_at.load(LT), values, beta_at, coef_at, h, length, fresh, ring_len, ring_v + h * stride_rv_head + at,
             ring_u + h * stride_ru_head + at, out + h * stride_out_head + at, stride_out_token, HEADS, TOKENS, V,

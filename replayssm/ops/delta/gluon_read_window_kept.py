@@ -42,11 +42,11 @@ from replayssm.ops.gluon_window_parts import mma_layout
 
 @gluon.jit
 def replay_kept(
-    kept, v, seen_at, through, last, solve, ROWS: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr
+    kept, v, seen_at, tables, h, HEADS: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr
 ):  # fmt: skip
     """Fold the staged rows into a head; returns the largest magnitudes of the rows' parts [V rows, 32].
 
-    seen_at: staged pieces of the keys; through: what multiplies the first products; last: what the state fades by.
+    seen_at: staged pieces of the keys; tables: those of `stage_flush`, of which this is head h.
     """
     MMA: gl.constexpr = mma_layout(gl.num_warps())
     COUNT: gl.constexpr = kept.shape[0]
@@ -58,8 +58,10 @@ def replay_kept(
         for i in gl.static_range(PIECES):
             left = left_parts(to_pieces(kept.index(first + i).load(L), MMA)[0], MMA)
             W += products(left, piece_operands(seen_at, first + i, PARTS, COUNT, True, MMA), zero)
+    # Now, as registers are short before.
+    through, last, solve = tables_of(tables, h, HEADS, ROWS)
     W *= gl.expand_dims(through, 0)
-    u = left_parts(products(left_parts(v - W, MMA), solve, zero), MMA)
+    u = left_parts(products(left_parts(v.to(gl.float32) - W, MMA), solve, zero), MMA)
     largest = gl.zeros([V, PIECE], gl.float32, layout=L)
     for first in tl.range(0, COUNT, PIECES, disable_licm=True):
         for i in gl.static_range(PIECES):
@@ -112,13 +114,13 @@ def write_kept(
 
 @gluon.jit
 def renew_kept(
-    kept, v, seen_at, through, last, solve, state, codes, scales, global_at, K: gl.constexpr, ROWS: gl.constexpr,
-    PARTS: gl.constexpr, PIECES: gl.constexpr,
+    kept, v, seen_at, tables, h, state, codes, scales, global_at, K: gl.constexpr, HEADS: gl.constexpr,
+    ROWS: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Replay a head that is on its way to shared memory; write it and its copy; PIECES: of 32 columns, side by side."""
     async_copy.wait_group(0)
     barrier()
-    largest = replay_kept(kept, v, seen_at, through, last, solve, ROWS, PARTS, PIECES)
+    largest = replay_kept(kept, v, seen_at, tables, h, HEADS, ROWS, PARTS, PIECES)
     # Other threads wrote what a thread encodes.
     barrier()
     power, inverse_power = global_scale(largest_kept(kept, largest))
@@ -157,7 +159,7 @@ def flush_kept_heads(
     touch_rows(ring_g, start, count, ring_len, 1, ROWS)
     touch_rows(ring_beta, start, count, ring_len, 1, ROWS)
     touch_rows(ring_v, start, count, ring_len, V, ROWS)
-    seen_at, through_at, last_at, solve_at = stage_flush(
+    seen_at, tables = stage_flush(
         ring_k, ring_g, ring_beta, start, count, ring_len, stride_rg_head, stride_rb_head, K, HEADS, ROWS, NORM
     )
     codes += slot * chunks_codes_slot * 16 + head * (V * (K // 2))
@@ -169,9 +171,8 @@ def flush_kept_heads(
         following = state + chunks_state_head * CHUNK
         if h + 1 < end:
             prefetch(following, kept.shape[0] * V * PIECE * kept.dtype.primitive_bitwidth // 8)
-        v = load_rows_v(ring_v, 0, start, count, ring_len, V, V, ROWS).to(gl.float32)
-        through, last, solve = tables_of(through_at, last_at, solve_at, h, HEADS, ROWS)
-        renew_kept(kept, v, seen_at, through, last, solve, state, codes, scales, global_at, K, ROWS, PARTS, PIECES)
+        v = load_rows_v(ring_v, 0, start, count, ring_len, V, V, ROWS)
+        renew_kept(kept, v, seen_at, tables, h, state, codes, scales, global_at, K, HEADS, ROWS, PARTS, PIECES)
         barrier()
         if h + 1 < end:
             fetch_kept(kept, following, K)

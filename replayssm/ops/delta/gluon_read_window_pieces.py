@@ -32,20 +32,6 @@ def stage_pieces(pieces_at, x):
 
 
 @gluon.jit
-def stage_again(pieces_at, rows_at):
-    """As `stage_pieces`, of parts that lie in shared memory [parts, rows, K] in chunk order already."""
-    PARTS: gl.constexpr = rows_at.shape[0]
-    ROWS: gl.constexpr = rows_at.shape[1]
-    COUNT: gl.constexpr = rows_at.shape[2] // PIECE
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    SHAPE: gl.constexpr = [pieces_at.shape[0], pieces_at.shape[1], pieces_at.shape[2]]
-    whole_at = as_shape(pieces_at, gl.bfloat16, SHAPE, pieces_shared(3))
-    for p in gl.static_range(PARTS):
-        turned = gl.permute(gl.reshape(rows_at.index(p).load(L), [ROWS, COUNT, PIECE]), (1, 0, 2))
-        whole_at.slice(p * COUNT, COUNT).store(turned)
-
-
-@gluon.jit
 def piece_operands(pieces_at, c, PARTS: gl.constexpr, COUNT: gl.constexpr, TURNED: gl.constexpr, MMA: gl.constexpr):
     """The parts of staged piece c as right operands: [rows, 32], or (TURNED) [32, rows]."""
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -64,7 +50,7 @@ def stage_flush(
     ring_k, ring_g, ring_beta, start, count, ring_len, stride_rg_head, stride_rb_head, K: gl.constexpr,
     HEADS: gl.constexpr, ROWS: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
-    """What the flush of some v-heads of a k-head multiplies by: staged keys, and `chunk_tables`."""
+    """What the flush of some v-heads of a k-head multiplies by: staged keys, and a tuple of `chunk_tables`'."""
     PARTS: gl.constexpr = num_parts(ring_k.dtype.element_ty)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
@@ -81,13 +67,14 @@ def stage_flush(
         solve_at, through_at, last_at, rows_at, norm_at, ring_g, ring_beta, start, count, ring_len, stride_rg_head,
         stride_rb_head, HEADS, ROWS, K,
     )  # fmt: skip
-    return seen_at, through_at, last_at, solve_at
+    return seen_at, (through_at, last_at, solve_at)
 
 
 @gluon.jit
-def tables_of(through_at, last_at, solve_at, h, HEADS: gl.constexpr, ROWS: gl.constexpr):
+def tables_of(tables, h, HEADS: gl.constexpr, ROWS: gl.constexpr):
     """Of a head, what `stage_flush` gave: what multiplies the first products, what the state fades by, the inverse."""
     MMA: gl.constexpr = mma_layout(gl.num_warps())
+    through_at, last_at, solve_at = tables
     through = row_of(through_at, h, HEADS, ROWS).load(gl.SliceLayout(0, MMA))
     last = gl.expand_dims(row_of(last_at, h, HEADS, 1).load(gl.SliceLayout(1, MMA)), 1)
     return through, last, solve_operands(solve_at, h, HEADS, ROWS)

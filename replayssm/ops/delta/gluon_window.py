@@ -23,14 +23,21 @@ from replayssm.ops.delta.gluon_window_channels import (
     stage_channels,
 )
 from replayssm.ops.delta.gluon_window_fold import chunk_width
-from replayssm.ops.delta.gluon_window_gdn import decays, gdn_tables, load_new_gates, load_old_beta, load_old_gates
+from replayssm.ops.delta.gluon_window_gdn import (
+    decays,
+    load_new_gates,
+    load_old_beta,
+    load_old_gates,
+    weigh_ring,
+    weigh_window,
+)
 from replayssm.ops.delta.gluon_window_kda_tables import channel_tables
 from replayssm.ops.delta.gluon_window_loop import run_tiles
 from replayssm.ops.delta.gluon_window_place import is_elsewhere, take_place
 from replayssm.ops.delta.gluon_window_prepare import prepare_channel_fold, prepare_fold, prepare_replay
-from replayssm.ops.delta.gluon_window_rows import append_keys, gates_layout, load_columns, load_keys, stage_rows
+from replayssm.ops.delta.gluon_window_rows import append_keys, gates_layout, load_columns, load_keys
 from replayssm.ops.delta.gluon_window_solve import solution_shared, stage_solution
-from replayssm.ops.delta.gluon_window_tile import fetch_from, fetch_rows, fetch_values, tile_of
+from replayssm.ops.delta.gluon_window_tile import fetch_rows, raw_columns_shared, start_tiles, tile_of
 from replayssm.ops.gluon_chunk import rows_shared
 from replayssm.ops.gluon_window_parts import columns_shared, mma_layout, state_shared, wrap, zero_rows
 from replayssm.ops.mamba2.gluon_names import view
@@ -48,8 +55,8 @@ def delta_window_kernel(
     HV: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     BLOCK_V: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr, SETTLE: gl.constexpr, HINT: gl.constexpr,
     EARLY: gl.constexpr, FLUSHERS: gl.constexpr, CHUNK: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    TREE: gl.constexpr, KDA: gl.constexpr, RAW: gl.constexpr, HAS_BIAS: gl.constexpr, BOUNDED: gl.constexpr,
-    NORM: gl.constexpr,
+    WINDOW: gl.constexpr, TREE: gl.constexpr, KDA: gl.constexpr, RAW: gl.constexpr, HAS_BIAS: gl.constexpr,
+    BOUNDED: gl.constexpr, NORM: gl.constexpr,
 ):  # fmt: skip
     """One program: TILES tiles of BLOCK_V rows of the v-heads of one batch row and k-head."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -62,7 +69,7 @@ def delta_window_kernel(
     HK: gl.constexpr = HV // GROUP
     COLUMNS: gl.constexpr = 2 * TOKENS
     MMA: gl.constexpr = mma_layout(WARPS)
-    READ: gl.constexpr = ACT if STATE == ACT and not KDA else gl.float32
+    READ: gl.constexpr = gl.float32 if KDA else ACT
     LB: gl.constexpr = gates_layout(WARPS)
     # KDA folds a tile chunk by chunk.
     WIDTH: gl.constexpr = chunk_width(BITS) if KDA and CHUNK else K
@@ -106,6 +113,7 @@ def delta_window_kernel(
     # Of twice as many rows as there are tokens, since as many columns are read.
     NEW: gl.constexpr = gl.SwizzledSharedLayout(8, 1, min(TOKENS, BLOCK_V // 8), order=[1, 0])
     v_at = gl.allocate_shared_memory(ACT, [STAGES + 1, 2 * TOKENS, BLOCK_V], NEW)
+    kept_at = gl.allocate_shared_memory(ACT, [2 * TOKENS, BLOCK_V], VALUES)
     # Strides of the state come in 16-byte chunks, which proves its alignment.
     stride_state_head = chunks_state_head * (128 // BITS)
     state += (slot * chunks_state_slot + head * chunks_state_head) * (128 // BITS) + first_v * K
@@ -159,19 +167,10 @@ def delta_window_kernel(
         async_copy.commit_group()
         async_copy.wait_group(0)
         return
-    for s in gl.static_range(STAGES):
-        # A bound that the compiler does not fold: behind the branch it would let the copies wait for the ring's rows.
-        if begin + s < gl.minimum(committed + end, end):
-            to_h, to_col = (begin + s) // PER_HEAD, (begin + s) % PER_HEAD * BLOCK_V
-            fetch_values(
-                values_at.index(s), v_at.index(s), old + (to_h * stride_old_head + to_col),
-                v + (to_h * stride_v_head + to_col), start, committed, length, ring_len, stride_v_token, V,
-            )  # fmt: skip
-            if s == 0:
-                fetch_from(tile_of(tiles, 0, NC), first_state, EARLY, BLOCK_V, K)
-            else:
-                fetch_rows(tile_of(tiles, s, NC), state + (to_h * stride_state_head + to_col * K), 0, BLOCK_V, K)
-        async_copy.commit_group()
+    start_tiles(
+        (tiles, values_at, v_at), (state, old, v), first_state, begin, end, start, committed, length, ring_len,
+        stride_state_head, stride_old_head, stride_v_token, stride_v_head, EARLY, K, V,
+    )  # fmt: skip
 
     score_at = gl.allocate_shared_memory(gl.float32, [ROWS, COLUMNS], PLAIN)
     coef_at = gl.allocate_shared_memory(gl.float32, [TOKENS * HEADS, COLUMNS], FLAT)
@@ -180,16 +179,11 @@ def delta_window_kernel(
     fade_at = gl.allocate_shared_memory(gl.float32, [HEADS, ROWS], FLAT)
     grown_at = gl.allocate_shared_memory(gl.float32, [HEADS, ROWS], FLAT)
     through_at = gl.allocate_shared_memory(gl.float32, [HEADS, 1], FLAT)
-    solution_at = gl.allocate_shared_memory(gl.bfloat16, [2 * HEADS, 4 * TOKENS, COLUMNS], solution_shared())
+    solution_at = gl.allocate_shared_memory(gl.bfloat16, [2 * HEADS, 4 * TOKENS, COLUMNS], solution_shared(COLUMNS))
     if KDA:
         space = channel_space(ROWS, K)
         plain_at = gl.allocate_shared_memory(gl.float32, [COLUMNS * K], FLAT)
         stage_channels(space, plain_at, keys, gates, columns, NORM)
-    else:
-        raw_at = gl.allocate_shared_memory(ACT, [ROWS, K], rows_shared())
-        raw_columns_at = gl.allocate_shared_memory(ACT, [16, K], rows_shared())
-        norm_at = gl.allocate_shared_memory(gl.float32, [ROWS + 16], FLAT)
-        stage_rows(raw_at, raw_columns_at, norm_at, keys, columns, scale, ROWS, TOKENS, NORM, 128 // BITS)
     b = b.to(gl.float32)
     if RAW:
         b = gl.where(b_token < length, sigmoid(b), 0.0)
@@ -212,14 +206,21 @@ def delta_window_kernel(
     else:
         new = decays(new, a_log, bias, length, lower_bound, TOKENS, RAW, BOUNDED)
         gl.store(ring_g + b_head * stride_rg_head + wrap(fresh + b_token, ring_len), new, mask=mine)
-        gdn_tables(
-            raw_at, raw_columns_at, norm_at, score_at, coef_at, scale_at, fade_at, through_at, own, younger, new,
-            parents + first, length, HEADS, ROWS, TOKENS, TREE,
+        raw_columns_at = gl.allocate_shared_memory(ACT, [16, K], rows_shared())
+        norm_at = gl.allocate_shared_memory(gl.float32, [ROWS + 16], FLAT)
+        weigh_window(
+            columns, raw_columns_at, norm_at, coef_at, scale_at, new, parents + first, length, scale, HEADS, ROWS,
+            TOKENS, TREE, WINDOW, NORM, 128 // BITS,
         )  # fmt: skip
-        # So late that it takes the place of what the tables needed.
-        columns_at = gl.allocate_shared_memory(READ, [NC, COLUMNS, WIDTH], columns_shared(128 // BITS))
-        columns_at.index(0).store(columns.to(READ))
-    stage_solution(coef_at, beta_at, scale_at, solution_at, HEADS, TOKENS, not KDA)
+        columns_at = gl.allocate_shared_memory(READ, [NC, COLUMNS, WIDTH], raw_columns_shared(BITS))
+        columns_at.index(0).store(columns)
+    stage_solution(coef_at, beta_at, scale_at, solution_at, HEADS, TOKENS, WINDOW, not KDA)
+    if not KDA:
+        raw_at = gl.allocate_shared_memory(ACT, [ROWS, K], rows_shared())
+        weigh_ring(
+            keys, raw_at, raw_columns_at, norm_at, score_at, fade_at, through_at, own, younger, committed, HEADS,
+            TOKENS, NORM, 128 // BITS,
+        )  # fmt: skip
     gdc_launch_dependents()
     rings = (ring_k, ring_g, ring_beta, start, committed, ring_len, stride_rg_head, stride_rb_head)
     if not CHUNK:
@@ -230,19 +231,20 @@ def delta_window_kernel(
         folding = prepare_fold((raw_at, norm_at, keys, own, b_old), grown_at, flush, HEADS, 128 // BITS)
     tables = (columns_at, solution_at, fade_at, through_at)
     weight = score_at.load(gl.DotOperandLayout(1, MMA, 2))
-    out += first_v
+    memory = (tiles, values_at, v_at, kept_at)
+    places = (state, old, v, ring_v, ring_u, out + first_v)
+    strides = (
+        stride_state_head, stride_old_head, stride_v_token, stride_v_head, stride_rv_head, stride_ru_head,
+        stride_out_token, stride_out_head,
+    )  # fmt: skip
     # Two loops, so that what a flush needs takes no registers from those who read.
     if flush:
         run_tiles(
-            tiles, values_at, v_at, weight, tables, folding, state, old, v, ring_v, ring_u, out, begin, end, start,
-            committed, length, ring_len, stride_state_head, stride_old_head, stride_v_token, stride_v_head,
-            stride_rv_head, stride_ru_head, stride_out_token, stride_out_head, HEADS, K, V, ROWS, TOKENS, True, CHUNK,
-            KDA,
+            memory, weight, tables, folding, places, strides, begin, end, start, committed, length, ring_len, HEADS, K,
+            V, ROWS, TOKENS, True, CHUNK, KDA,
         )  # fmt: skip
     else:
         run_tiles(
-            tiles, values_at, v_at, weight, tables, folding, state, old, v, ring_v, ring_u, out, begin, end, start,
-            committed, length, ring_len, stride_state_head, stride_old_head, stride_v_token, stride_v_head,
-            stride_rv_head, stride_ru_head, stride_out_token, stride_out_head, HEADS, K, V, ROWS, TOKENS, False, CHUNK,
-            KDA,
+            memory, weight, tables, folding, places, strides, begin, end, start, committed, length, ring_len, HEADS, K,
+            V, ROWS, TOKENS, False, CHUNK, KDA,
         )  # fmt: skip

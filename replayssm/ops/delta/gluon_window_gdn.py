@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from replayssm.ops.delta.gluon_common import log_decay
-from replayssm.ops.delta.gluon_window_rows import gates_layout
+from replayssm.ops.delta.gluon_window_rows import gates_layout, stage_new_rows, stage_old_rows
 from replayssm.ops.gluon_window_parts import add, ancestor_bits, heads_layout, mma_layout, wrap
 from replayssm.ops.mamba2.gluon_names import view
 
@@ -59,42 +59,36 @@ def decays(gates, a_log, bias, length, lower_bound, TOKENS: gl.constexpr, RAW: g
 
 
 @gluon.jit
-def stage_gates(own, younger, new, fade_at, through_at, gate_at, HEADS: gl.constexpr):
-    """Decays to shared memory: of committed rows to the last one (fade), of the checkpoint to it (through), and the
-    window's log decays. Sums along the rows, never differences."""
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    ROWS: gl.constexpr = own.shape[1]
-    TOKENS: gl.constexpr = new.shape[1]
-    view(fade_at, [HEADS, ROWS], PLAIN).store(gl.exp(gl.associative_scan(younger, 1, add, reverse=True)))
-    view(through_at, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(gl.exp(gl.sum(own, 1)))
-    view(gate_at, [TOKENS, HEADS], PLAIN).permute((1, 0)).store(new)
+def score_rows(rows_at, raw_at, norm, TOKENS: gl.constexpr):
+    """Products of staged rows with the window's columns, times the rows' norms."""
+    MMA: gl.constexpr = mma_layout(gl.num_warps())
+    ROWS: gl.constexpr = rows_at.shape[0]
+    right = raw_at.slice(0, 2 * TOKENS).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
+    none = gl.zeros([ROWS, 2 * TOKENS], gl.float32, layout=MMA)
+    score = mma_v2(rows_at.load(gl.DotOperandLayout(0, MMA, 2)), right, none)
+    return score * gl.expand_dims(norm.load(gl.SliceLayout(1, MMA)), 1)
 
 
 @gluon.jit
-def score_rows(
-    keys_at, raw_at, norm_at, score_at, new_score_at, ROWS: gl.constexpr, TOKENS: gl.constexpr, K: gl.constexpr
+def old_tables(
+    keys_at, raw_at, norm_at, score_at, fade_at, through_at, own, younger, HEADS: gl.constexpr, TOKENS: gl.constexpr
 ):
-    """Products of committed rows and of the window's k (rows) with its columns, times the rows' norms."""
-    MMA: gl.constexpr = mma_layout(gl.num_warps())
-    COLUMNS: gl.constexpr = 2 * TOKENS
+    """What the committed rows weigh: their scores, and decays of each to the last one (fade), of the checkpoint to it
+    (through). Sums along the rows, never differences."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    right = raw_at.slice(0, COLUMNS).permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2))
-    old = mma_v2(keys_at.load(LEFT), right, gl.zeros([ROWS, COLUMNS], gl.float32, layout=MMA))
-    new = mma_v2(raw_at.load(LEFT), right, gl.zeros([16, COLUMNS], gl.float32, layout=MMA))
-    old *= gl.expand_dims(norm_at.slice(0, ROWS).load(gl.SliceLayout(1, MMA)), 1)
-    new *= gl.expand_dims(norm_at.slice(ROWS, 16).load(gl.SliceLayout(1, MMA)), 1)
-    score_at.store(old)
-    view(new_score_at, [16, COLUMNS], PLAIN).store(new)
+    ROWS: gl.constexpr = own.shape[1]
+    view(fade_at, [HEADS, ROWS], PLAIN).store(gl.exp(gl.associative_scan(younger, 1, add, reverse=True)))
+    view(through_at, [HEADS], gl.SwizzledSharedLayout(1, 1, 1, [0])).store(gl.exp(gl.sum(own, 1)))
+    score_at.store(score_rows(keys_at, raw_at, norm_at.slice(0, ROWS), TOKENS))
 
 
 @gluon.jit
 def window_tables(
     new_score_at, norm_at, gate_at, coef_at, scale_at, parents, length,
-    HEADS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """coef_at [token, head, columns]: what a token's u weighs; scale_at [heads, columns]: what all of a column is
-    multiplied by. Decays are summed along each token's path."""
+    multiplied by. WINDOW: the longest window. Decays are summed along each token's path."""
     COLUMNS: gl.constexpr = 2 * TOKENS
     # A thread has the weights of all tokens, so that they are stored at once.
     CUBE: gl.constexpr = gl.BlockedLayout([1, 1, TOKENS], [4, 8, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
@@ -109,8 +103,8 @@ def window_tables(
     bits = ancestor_bits(parents, length, n % TOKENS, TREE, TOKENS)
     path = gl.zeros([HEADS, COLUMNS], gl.float32, layout=L)
     coef = gl.zeros([HEADS, COLUMNS, TOKENS], gl.float32, layout=CUBE)
-    for back in gl.static_range(TOKENS):
-        i = TOKENS - 1 - back
+    for back in gl.static_range(WINDOW):
+        i = WINDOW - 1 - back
         seen = (((bits >> i) & 1) == 1) & (i < length)
         score = new_score_at.index(i).load(LN) * norm
         weight = gl.exp(path) * gl.expand_dims(gl.where(seen & ((n % TOKENS != i) | (n >= TOKENS)), score, 0.0), 0)
@@ -122,15 +116,50 @@ def window_tables(
 
 
 @gluon.jit
+def new_tables(
+    raw_at, norm_at, coef_at, scale_at, new, parents, length,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """`window_tables` of staged rows and log decays: all that follows from the window alone."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    gate_at = gl.allocate_shared_memory(gl.float32, [TOKENS, HEADS], FLAT)
+    score_at = gl.allocate_shared_memory(gl.float32, [16, 2 * TOKENS], FLAT)
+    view(gate_at, [TOKENS, HEADS], PLAIN).permute((1, 0)).store(new)
+    view(score_at, [16, 2 * TOKENS], PLAIN).store(
+        score_rows(raw_at.slice(0, 16), raw_at, norm_at.slice(ROWS, 16), TOKENS)
+    )
+    window_tables(score_at, norm_at, gate_at, coef_at, scale_at, parents, length, HEADS, ROWS, TOKENS, TREE, WINDOW)
+
+
+@gluon.jit
 def gdn_tables(
     keys_at, raw_at, norm_at, score_at, coef_at, scale_at, fade_at, through_at, own, younger, new, parents, length,
     HEADS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr,
 ):  # fmt: skip
     """Fill the tables of a GDN program from its staged rows and log decays."""
-    K: gl.constexpr = keys_at.shape[1]
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    gate_at = gl.allocate_shared_memory(gl.float32, [TOKENS, HEADS], FLAT)
-    new_score_at = gl.allocate_shared_memory(gl.float32, [16, 2 * TOKENS], FLAT)
-    stage_gates(own, younger, new, fade_at, through_at, gate_at, HEADS)
-    score_rows(keys_at, raw_at, norm_at, score_at, new_score_at, ROWS, TOKENS, K)
-    window_tables(new_score_at, norm_at, gate_at, coef_at, scale_at, parents, length, HEADS, ROWS, TOKENS, TREE)
+    old_tables(keys_at, raw_at, norm_at, score_at, fade_at, through_at, own, younger, HEADS, TOKENS)
+    new_tables(raw_at, norm_at, coef_at, scale_at, new, parents, length, HEADS, ROWS, TOKENS, TREE, TOKENS)
+
+
+@gluon.jit
+def weigh_window(
+    columns, raw_at, norm_at, coef_at, scale_at, new, parents, length, scale,
+    HEADS: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr, WINDOW: gl.constexpr,
+    NORM: gl.constexpr, KW: gl.constexpr,
+):  # fmt: skip
+    """Stage the window's rows and fill the tables that follow from them alone."""
+    stage_new_rows(raw_at, norm_at, columns, scale, ROWS, TOKENS, NORM, KW)
+    new_tables(raw_at, norm_at, coef_at, scale_at, new, parents, length, HEADS, ROWS, TOKENS, TREE, WINDOW)
+
+
+@gluon.jit
+def weigh_ring(
+    keys, keys_at, raw_at, norm_at, score_at, fade_at, through_at, own, younger, committed,
+    HEADS: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr, KW: gl.constexpr,
+):  # fmt: skip
+    """Stage the committed rows and fill their tables."""
+    # A branch that is always taken, lest the compiler wait for the rows before what does without them is done.
+    if committed >= 0:
+        stage_old_rows(keys_at, norm_at, keys, keys_at.shape[0], NORM, KW)
+        old_tables(keys_at, raw_at, norm_at, score_at, fade_at, through_at, own, younger, HEADS, TOKENS)

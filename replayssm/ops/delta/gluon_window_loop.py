@@ -16,7 +16,7 @@ from replayssm.ops.delta.gluon_window_tile import (
     fetch_values,
     load_tile,
     read_tile,
-    store_columns,
+    store_results,
     tile_of,
 )
 from replayssm.ops.gluon_window_parts import mma_layout
@@ -24,16 +24,21 @@ from replayssm.ops.gluon_window_parts import mma_layout
 
 @gluon.jit
 def run_tiles(
-    tiles, values_at, v_at, weight, tables, folding, state, old, v, ring_v, ring_u, out, begin, end, start,
-    committed, length, ring_len, stride_state_head, stride_old_head, stride_v_token, stride_v_head, stride_rv_head,
-    stride_ru_head, stride_out_token, stride_out_head,
+    memory, weight, tables, folding, places, strides, begin, end, start, committed, length, ring_len,
     HEADS: gl.constexpr, K: gl.constexpr, V: gl.constexpr, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     FLUSH: gl.constexpr, CHUNK: gl.constexpr, KDA: gl.constexpr,
 ):  # fmt: skip
     """Tiles from `begin` to `end`, the first of which are on their way; pointers are of the program's first V-row.
 
-    old: the committed rows' v where they are replayed, their u where they are read; they go to values_at.
+    old: the committed rows' v where they are replayed, their u where they are read; they go to values_at. What a tile
+    gives waits in kept_at for a barrier of the next one.
     """
+    tiles, values_at, v_at, kept_at = memory
+    state, old, v, ring_v, ring_u, out = places
+    (
+        stride_state_head, stride_old_head, stride_v_token, stride_v_head, stride_rv_head, stride_ru_head,
+        stride_out_token, stride_out_head,
+    ) = strides  # fmt: skip
     WARPS: gl.constexpr = gl.num_warps()
     ACT: gl.constexpr = v.dtype.element_ty
     NC: gl.constexpr = K // tiles.shape[2]
@@ -49,7 +54,10 @@ def run_tiles(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 128 // BITS)
     columns_at, solution_at, fade_at, through_at = tables
     fresh = start + committed
-    columns = load_tile(columns_at, 0, K, WIDTH, RIGHT, True)
+    # More columns, or KDA's, would leave too few registers for a tile.
+    HELD: gl.constexpr = TOKENS <= 4 and not FLUSH and not KDA
+    if HELD:
+        columns = load_tile(columns_at, 0, K, WIDTH, RIGHT, True)
     # A bound that the compiler does not fold: Triton 3.6 crashes on the single turn of one tile.
     for i in range(begin, gl.minimum(committed + end, end)):
         h = i // PER_HEAD
@@ -59,9 +67,6 @@ def run_tiles(
         async_copy.wait_group(STAGES - 1)
         if not ROLLED:
             S = load_tile(tiles, stage, K, WIDTH, LS)
-        if not FLUSH:
-            # Before the tile is overwritten, so that it need not be in registers as a whole.
-            X = read_tile(S, columns, ACT)
         rows_at = values_at.index((i - begin) % (STAGES + 1))
         new_at = v_at.index((i - begin) % (STAGES + 1))
         if i + STAGES < end:
@@ -75,6 +80,12 @@ def run_tiles(
             )  # fmt: skip
         if not ROLLED:
             async_copy.commit_group()
+        if i > begin:
+            last_h, last_col = (i - 1) // PER_HEAD, (i - 1) % PER_HEAD * BLOCK_V
+            store_results(
+                kept_at, ring_u + (last_h * stride_ru_head + last_col), out + (last_h * stride_out_head + last_col),
+                fresh, length, ring_len, stride_out_token, V, TOKENS,
+            )  # fmt: skip
         append_tile(ring_v + (h * stride_rv_head + col), new_at, fresh, length, ring_len, V)
         here = state + (h * stride_state_head + col * K)
         if FLUSH:
@@ -94,13 +105,18 @@ def run_tiles(
             if not ROLLED:
                 X = read_tile(S, load_tile(columns_at, 0, K, WIDTH, RIGHT, True), ACT)
         else:
+            if not HELD:
+                columns = load_tile(columns_at, 0, K, WIDTH, RIGHT, True)
+            X = read_tile(S, columns, ACT)
             seen_weight = weight
             if not KDA:
                 X *= gl.expand_dims(through_at.index(h).load(gl.SliceLayout(1, MMA)), 1)
                 seen_weight *= gl.expand_dims(fade_at.index(h).load(gl.SliceLayout(1, weight.type.layout)), 1)
             X = add_rows(X, rows_at, seen_weight, committed)
         X = solve_tile(X, new_at, solution_at, h, length, HEADS, TOKENS)
-        store_columns(
-            X, ring_u + (h * stride_ru_head + col), out + (h * stride_out_head + col), fresh, length, ring_len,
-            stride_out_token, V, TOKENS,
-        )  # fmt: skip
+        kept_at.store(gl.permute(X.to(ACT), (1, 0)))
+    last_h, last_col = (end - 1) // PER_HEAD, (end - 1) % PER_HEAD * BLOCK_V
+    store_results(
+        kept_at, ring_u + (last_h * stride_ru_head + last_col), out + (last_h * stride_out_head + last_col), fresh,
+        length, ring_len, stride_out_token, V, TOKENS,
+    )  # fmt: skip

@@ -53,6 +53,26 @@ def append_keys(ring_k, columns, first, length, ring_len, K: gl.constexpr, TOKEN
 
 
 @gluon.jit
+def stage_old_rows(keys_at, norm_at, keys, ROWS: gl.constexpr, NORM: gl.constexpr, KW: gl.constexpr):
+    """The ring's part of `stage_rows`."""
+    keys_at.store(to_key_order(keys, KW))
+    norm_at.slice(0, ROWS).store(inverse_norm(keys.to(gl.float32), 1, NORM))
+
+
+@gluon.jit
+def stage_new_rows(
+    raw_at, norm_at, columns, scale, ROWS: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr, KW: gl.constexpr
+):
+    """The window's part of `stage_rows`."""
+    L: gl.constexpr = columns.type.layout
+    n = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, L))
+    raw_at.slice(0, 2 * TOKENS).store(to_key_order(columns, KW))
+    norm_at.slice(ROWS, 2 * TOKENS).store(
+        inverse_norm(columns.to(gl.float32), 1, NORM) * gl.where(n < TOKENS, 1.0, scale)
+    )
+
+
+@gluon.jit
 def stage_rows(
     keys_at, raw_at, norm_at, keys, columns, scale, ROWS: gl.constexpr, TOKENS: gl.constexpr, NORM: gl.constexpr,
     KW: gl.constexpr = 2,
@@ -61,11 +81,5 @@ def stage_rows(
 
     KW: neighbours along K that a thread loads of a checkpoint; keys and columns lie in `to_key_order`.
     """
-    L: gl.constexpr = columns.type.layout
-    n = gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, L))
-    keys_at.store(to_key_order(keys, KW))
-    raw_at.slice(0, 2 * TOKENS).store(to_key_order(columns, KW))
-    norm_at.slice(0, ROWS).store(inverse_norm(keys.to(gl.float32), 1, NORM))
-    norm_at.slice(ROWS, 2 * TOKENS).store(
-        inverse_norm(columns.to(gl.float32), 1, NORM) * gl.where(n < TOKENS, 1.0, scale)
-    )
+    stage_old_rows(keys_at, norm_at, keys, ROWS, NORM, KW)
+    stage_new_rows(raw_at, norm_at, columns, scale, ROWS, TOKENS, NORM, KW)

@@ -16,9 +16,9 @@ from replayssm.ops.mamba2.gluon_names import view
 
 
 @gluon.constexpr_function
-def solution_shared():
-    """Shared memory of 16-bit rows, read as a right operand."""
-    return gl.SwizzledSharedLayout(8, 1, 1, order=[1, 0])
+def solution_shared(columns):
+    """Shared memory of 16-bit rows, read as a right operand: 16 bytes each of eight rows lie in different banks."""
+    return gl.SwizzledSharedLayout(8, 64 // columns, columns // 8, order=[1, 0])
 
 
 @gluon.constexpr_function
@@ -31,13 +31,14 @@ def map_layout(heads, tokens, warps):
 
 @gluon.jit
 def stage_solution(
-    coef_at, beta_at, scale_at, solution_at, HEADS: gl.constexpr, TOKENS: gl.constexpr, SCALED: gl.constexpr
-):
+    coef_at, beta_at, scale_at, solution_at,
+    HEADS: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
     """solution_at [2 parts * heads, 4 tokens, columns]: what each column (k, then q; rows of the map), and v of each
     token (the next rows; the last are zero), add to u of the tokens, then to their outputs.
 
     coef_at [tokens * heads, columns], beta_at [tokens, heads]; scale_at [heads, columns]: what a column is multiplied
-    by, if SCALED.
+    by, if SCALED. WINDOW: the longest window.
     """
     COLUMNS: gl.constexpr = 2 * TOKENS
     INPUTS: gl.constexpr = 4 * TOKENS
@@ -56,7 +57,7 @@ def stage_solution(
     else:
         X += 1.0
     X = gl.where(m == n, X, 0.0)
-    for i in gl.static_range(TOKENS):
+    for i in gl.static_range(WINDOW):
         coef = view(view(coef_at, [TOKENS, HEADS * COLUMNS], FLAT).index(i), [HEADS, COLUMNS], PLAIN)
         coef = gl.expand_dims(coef.load(gl.SliceLayout(1, L)), 1)
         beta = view(beta_at, [TOKENS, HEADS], FLAT).index(i).load(IN_H)
@@ -65,7 +66,7 @@ def stage_solution(
         u = beta * (gl.where(m == COLUMNS + i, 1.0, 0.0) - gl.expand_dims(seen, 2))
         X = gl.where(n == i, u, X + u * coef)
     high, low, _ = split3(gl.reshape(X, [HEADS * INPUTS, COLUMNS]))
-    parts_at = view(solution_at, [2, HEADS * INPUTS, COLUMNS], solution_shared())
+    parts_at = view(solution_at, [2, HEADS * INPUTS, COLUMNS], solution_shared(COLUMNS))
     parts_at.index(0).store(high)
     parts_at.index(1).store(low)
 

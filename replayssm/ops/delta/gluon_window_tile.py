@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from replayssm.ops.delta.gluon_read_codes import as_shape
 from replayssm.ops.gluon_window_parts import (
     copy_to_shared,
     fetch_tile,
     mma_layout,
-    outputs_layout,
     product,
     rows_layout,
     wrap,
@@ -22,6 +21,12 @@ from replayssm.ops.gluon_window_parts import (
 def doublings(first, rows):
     """How often `first` doubles to `rows`."""
     return (rows // first).bit_length() - 1 if first > 0 else 0
+
+
+@gluon.constexpr_function
+def raw_columns_shared(element_bits):
+    """Shared memory of [columns, K] of 16 bits that meet a checkpoint: as many lanes as read at once, other banks."""
+    return gl.SwizzledSharedLayout(512 // element_bits, 1, element_bits // 8, order=[1, 0])
 
 
 @gluon.jit
@@ -141,6 +146,32 @@ def fetch_values(rows_at, v_at, ring, v, start, committed, length, ring_len, str
 
 
 @gluon.jit
+def start_tiles(
+    memory, places, first_state, begin, end, start, committed, length, ring_len, stride_state_head, stride_old_head,
+    stride_v_token, stride_v_head, EARLY: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Start copying a program's first tiles, as many as are in flight, but for the first's first EARLY rows."""
+    tiles, values_at, v_at = memory
+    state, old, v = places
+    NC: gl.constexpr = K // tiles.shape[2]
+    BLOCK_V: gl.constexpr = tiles.shape[1]
+    PER_HEAD: gl.constexpr = V // BLOCK_V
+    for s in gl.static_range(tiles.shape[0] // NC):
+        # A bound that the compiler does not fold: behind the branch it would let the copies wait for the ring's rows.
+        if begin + s < gl.minimum(committed + end, end):
+            to_h, to_col = (begin + s) // PER_HEAD, (begin + s) % PER_HEAD * BLOCK_V
+            fetch_values(
+                values_at.index(s), v_at.index(s), old + (to_h * stride_old_head + to_col),
+                v + (to_h * stride_v_head + to_col), start, committed, length, ring_len, stride_v_token, V,
+            )  # fmt: skip
+            if s == 0:
+                fetch_from(tile_of(tiles, 0, NC), first_state, EARLY, BLOCK_V, K)
+            else:
+                fetch_rows(tile_of(tiles, s, NC), state + (to_h * stride_state_head + to_col * K), 0, BLOCK_V, K)
+        async_copy.commit_group()
+
+
+@gluon.jit
 def append_tile(ring_v, v_at, first, length, ring_len, V: gl.constexpr):
     """Write v [tokens, V] of the window's tokens to the rows from `first` on, start + committed."""
     L: gl.constexpr = rows_layout(v_at.shape[1], gl.num_warps())
@@ -151,13 +182,13 @@ def append_tile(ring_v, v_at, first, length, ring_len, V: gl.constexpr):
 
 
 @gluon.jit
-def store_columns(X, ring_u, out, first, length, ring_len, stride_out, V: gl.constexpr, TOKENS: gl.constexpr):
-    """Write a tile's u and outputs [V, columns]; the pointers are of its first V-row, `first` is start + committed."""
-    L: gl.constexpr = outputs_layout(2 * TOKENS, gl.num_warps())
-    X = gl.convert_layout(X, L)
-    v_row = gl.expand_dims(gl.arange(0, X.shape[0], layout=gl.SliceLayout(1, L)), 1)
-    n = gl.expand_dims(gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(0, L)), 0)
-    u_at = ring_u + (v_row + wrap(first + n, ring_len) * V)
-    gl.store(u_at, X.to(ring_u.dtype.element_ty), mask=n < gl.minimum(length, TOKENS))
-    o_at = out + (v_row + (n - TOKENS) * stride_out)
-    gl.store(o_at, X.to(out.dtype.element_ty), mask=(n >= TOKENS) & (n < TOKENS + length))
+def store_results(kept_at, ring_u, out, first, length, ring_len, stride_out, V: gl.constexpr, TOKENS: gl.constexpr):
+    """Write a tile's u, then outputs, [columns, V] in shared memory; the pointers are of its first V-row.
+
+    first: start + committed.
+    """
+    L: gl.constexpr = rows_layout(kept_at.shape[1], gl.num_warps())
+    n = gl.expand_dims(gl.arange(0, 2 * TOKENS, layout=gl.SliceLayout(1, L)), 1)
+    cols = gl.expand_dims(gl.arange(0, kept_at.shape[1], layout=gl.SliceLayout(0, L)), 0)
+    at = gl.where(n < TOKENS, ring_u + wrap(first + n, ring_len) * V, out + (n - TOKENS) * stride_out)
+    gl.store(at + cols, kept_at.load(L), mask=n % TOKENS < length)

@@ -13,15 +13,16 @@ from replayssm.ops.device import GLUON_ARCHS
 # (k-heads, v-heads, KDA): Qwen3.5-122B, Kimi-Linear.
 QWEN, KIMI = ("qwen", 16, 64, False), ("kimi", 32, 32, True)
 PORTABLE_CASES = ((QWEN, "nvfp4", "fp8"),)
-# Batch 256: a flushing launch of its own, but where a table names another form; 64: one launch of larger programs.
+# A flushing launch of its own, but for bf16 copies and the smaller batches: one launch of larger programs.
 GLUON_CASES = (
-    *((QWEN, read, state, "sm90", 64) for read, state in (("nvfp4", "fp32"), ("int8", "fp16"), ("fp8", "bf16"))),
+    *((QWEN, read, state, "sm90", 64) for read, state in (("int8", "fp16"), ("fp8", "bf16"))),
+    (QWEN, "nvfp4", "fp32", "sm90", 32),
     *((QWEN, read, state, "sm90", 256) for read, state in (("bf16", "fp32"), ("none", "fp8"))),
     *((QWEN, read, state, "sm90", 256) for read, state in (("nvfp4", "fp16"), ("nvfp4", "fp8"), ("int8", "fp16"))),
     *((QWEN, read, state, "sm90", 256) for read, state in (("fp8", "fp32"), ("nvfp4", "fp32"))),
-    *((QWEN, "nvfp4", "fp32", "sm90", batch) for batch in (4, 8, 128)),
+    *((QWEN, "nvfp4", "fp32", "sm90", batch) for batch in (4, 8, 64, 128)),
     *((KIMI, read, state, "sm90", batch) for read, state, batch in (("nvfp4", "fp8", 64), ("nvfp4", "fp32", 256))),
-    *((QWEN, "nvfp4", "fp32", arch, batch) for arch in GLUON_ARCHS if arch != "sm90" for batch in (64, 128, 256)),
+    *((QWEN, "nvfp4", "fp32", arch, batch) for arch in GLUON_ARCHS if arch != "sm90" for batch in (32, 256)),
 )
 _CODES = {"bf16": "bf16", "int8": "i8", "fp8": "u8", "nvfp4": "u8", "none": "u8"}
 _SCALES = {"bf16": "fp32", "int8": "fp16", "fp8": "fp32", "nvfp4": "u8", "none": "fp32"}
@@ -67,7 +68,7 @@ def _gluon_cases(label: str, shape: ReadShape, config: ReadConfig) -> Iterator[A
     sizes = _sizes(label, shape.num_k_heads, shape.num_v_heads, shape.kda) | more
     name = f"read-{label}-{read}-{shape.checkpoint}-{config}"
     for kernel, warps, registers, spill in _kernels(config, shape.arch):
-        known = sizes | {"BLOCK_V": 16 * warps}
+        known = sizes | {"BLOCK_V": config.flush_rows or 16 * warps}
         known = {argument: known[argument] for argument in kernel.arg_names if argument in known}
         options, part = launch_options(warps, registers), name if not config.flush_warps else f"{name}-{warps}"
         yield AotCase(part, kernel, shape.checkpoint, known, options, (shape.arch,), _argument, gluon=True, spill=spill)
@@ -79,7 +80,7 @@ def _kernels(config: ReadConfig, arch: str) -> list[tuple[Any, int, int | None, 
         flush = (gluon_read_alone.delta_read_flush_kernel, config.flush_warps, config.flush_registers)
         read = (gluon_read_alone.delta_read_alone_kernel, 1, config.max_registers)
         return [(*flush, 40 if arch == "sm90" else 0), (*read, 0)]
-    spill = (8 if config.num_warps == 1 else 80 if config.max_registers == 128 else 0) if arch == "sm90" else 0
+    spill = 80 if config.max_registers == 128 and arch == "sm90" else 0
     return [(gluon_read_step.delta_read_step_kernel, config.num_warps, config.max_registers, spill)]
 
 

@@ -14,10 +14,10 @@ class ReadConfig:
     """How a step with a read copy is launched.
 
     backend: "triton" (portable) or "gluon" (NVIDIA). For Gluon: heads: v-heads of one k-head a reading program; crew:
-    programs that flush, every `every`-th of the grid's first (a flushing tile has 16 rows a warp); flush_heads: v-heads
-    of one k-head that they flush together in chunk form, 0: one, token by token, whatever `replay` says. num_warps 1:
-    readers that compute once what their heads share. flush_warps, flush_registers: of flushing programs in a launch of
-    their own beside such readers, 0: one launch.
+    programs that flush, every `every`-th of the grid's first. flush_warps, flush_registers: of flushing programs in a
+    launch of their own beside readers of one warp, 0: one launch, which flushes token by token, whatever `replay` says;
+    flush_heads: v-heads of one k-head that they flush in chunk form with common tables; flush_rows: V rows of a tile of
+    theirs, 0: 16 a warp.
     """
 
     backend: str
@@ -25,10 +25,11 @@ class ReadConfig:
     heads: int = 1
     crew: int = 0
     every: int = 1
-    flush_heads: int = 0
+    flush_heads: int = 1
     flush_warps: int = 0
     flush_registers: int | None = None
     max_registers: int | None = None
+    flush_rows: int = 0
 
     def __str__(self) -> str:
         crew = f", {self.heads} heads a program, {self.crew} flushing" if self.backend == "gluon" else ""
@@ -69,9 +70,11 @@ def _apart(flush_registers: int, heads: int = 2, registers: int = 128) -> ReadCo
     return ReadConfig("gluon", 1, heads, 264, 1, heads, 4, flush_registers, registers)
 
 
-# Programs of one warp flush too, a v-head each, in one launch: a flush takes longer, but shares its multiprocessor with
-# readers, as launches do not. Not for fp8, neither read nor as a checkpoint, with which it went wrong.
-_ONE_WARP = ReadConfig("gluon", 1, 2, 1056, 1, 1, max_registers=168)
+def _kept(heads: int, registers: int = 128, rows: int = 0) -> ReadConfig:
+    """The same with flushes that keep one head after the other in shared memory."""
+    return ReadConfig("gluon", 1, 2, 264, 1, heads, 4, registers, 128, rows)
+
+
 # (KDA, format read): up to how many v-heads in the batch, and the configuration for them. Measured on one H200 at
 # batches 8 and 256 of 32 and 64 v-heads.
 STEP = {
@@ -85,8 +88,13 @@ STEP = {
         for read in ("int8", "fp8", "nvfp4")
     },
 }
-# (KDA, format read, checkpoint): more than how many v-heads, and the configuration.
-LARGE = {(False, "nvfp4", "fp32"): (8192, _ONE_WARP)}
+_KEPT = (*_small(2), (2048, _read(4, 2, 528, 2)), (4096, _kept(1)), (8192, _kept(2)))
+# By checkpoint, GDN's nvfp4 copies beside rings of up to SHORT_RING_LEN rows. Measured at batches 128 and 256.
+KEPT = {
+    "fp32": (*_KEPT, (1 << 40, _kept(4, 168, 128))),
+    **{checkpoint: (*_KEPT, (1 << 40, _kept(4))) for checkpoint in ("fp16", "bf16")},
+}
+SHORT_RING_LEN = 17
 GLUON_RING_LEN = 33
 
 
@@ -97,16 +105,19 @@ def read_config(batch: int, shape: ReadShape) -> ReadConfig:
         return PORTABLE
     # An fp8 checkpoint without a copy is read like a copy.
     table = STEP[shape.kda, "fp8" if shape.read == "none" else shape.read]
-    config = next(config for most, config in table if batch * shape.num_v_heads <= most)
-    most, large = LARGE.get((shape.kda, shape.read, shape.checkpoint), (1 << 40, config))
-    if batch * shape.num_v_heads > most:
-        config = large
+    short, heads = shape.ring_len <= SHORT_RING_LEN, batch * shape.num_v_heads
+    if short and not shape.kda and shape.read == "nvfp4":
+        table = KEPT.get(shape.checkpoint, table)
+    config = next(config for most, config in table if heads <= most)
+    if config.flush_warps and not short:
+        # Fewer rows flush at once, with larger tables; readers hold more of the ring.
+        together = 1 if heads <= 8192 else config.flush_heads
+        config = replace(config, flush_heads=together, flush_registers=168, max_registers=168)
     group = shape.num_v_heads // shape.num_k_heads
-    flush_heads = config.flush_heads and divisor(config.flush_heads, group)
     # The register caps were measured on sm90; elsewhere nothing may spill.
     if shape.arch != "sm90":
         config = replace(config, max_registers=240, flush_registers=240)
-    return replace(config, heads=divisor(config.heads, group), flush_heads=flush_heads)
+    return replace(config, heads=divisor(config.heads, group), flush_heads=divisor(config.flush_heads, group))
 
 
 def gluon_fits(shape: ReadShape) -> bool:

@@ -153,21 +153,23 @@ def _launches(config: ReadConfig, batch: int, shape: ReadShape, chunk: bool) -> 
     from replayssm.ops.delta import gluon_read_alone, gluon_read_step
 
     HV, K, V = shape.num_v_heads, shape.head_k_dim, shape.head_v_dim
-    together = config.flush_heads if chunk else 0
-    crew = min(config.crew, batch * HV // max(1, together))
     programs = batch * HV // config.heads
     both: dict[str, Any] = {"HV": HV, "GROUP": HV // shape.num_k_heads, "K": K, "V": V, "launch_pdl": True}
     both |= {"BLOCK_L": max(16, triton.next_power_of_2(shape.ring_len - 1))}
     both |= {"READ": "fp8" if shape.read == "none" else shape.read}
     read = {"HEADS": config.heads, "SPLIT": shape.kda, "num_warps": config.num_warps, "maxnreg": config.max_registers}
-    flush = {"COPY": shape.read != "none", "CHUNK_HEADS": together, "BLOCK_B": max(32, triton.next_power_of_2(batch))}
+    flush = {"COPY": shape.read != "none", "BLOCK_B": max(32, triton.next_power_of_2(batch))}
     if config.flush_warps:
-        flush |= {"BLOCK_V": 16 * config.flush_warps, "num_warps": config.flush_warps}
-        flush |= {"maxnreg": config.flush_registers}
+        together = config.flush_heads if chunk else 0
+        crew = min(config.crew, batch * HV // max(1, together))
+        rows = (config.flush_rows if together else 0) or 16 * config.flush_warps
+        flush |= {"CHUNK_HEADS": together, "BLOCK_V": rows}
+        flush |= {"num_warps": config.flush_warps, "maxnreg": config.flush_registers}
         return [
             (gluon_read_alone.delta_read_flush_kernel, crew, both | flush),
             (gluon_read_alone.delta_read_alone_kernel, programs, both | read),
         ]
+    crew = min(config.crew, batch * HV)
     flush |= {"BLOCK_V": 16 * config.num_warps, "CREW": crew}
     flush |= {"EVERY": max(1, min(config.every, (programs + crew) // crew))}
     return [(gluon_read_step.delta_read_step_kernel, programs + crew, both | read | flush)]

@@ -12,7 +12,13 @@ from replayssm.config import GDNSpec, KDASpec
 from replayssm.ops.delta.arguments import chunks, gate_options, slot_strides, token_strides
 from replayssm.ops.delta.read_configs import ReadShape
 from replayssm.ops.delta.read_launch import NATIVE_ARCHS, _as_bytes, _stored, layer_shape
-from replayssm.ops.delta.read_window_configs import ReadWindowConfig, gluon_launches, read_window_config
+from replayssm.ops.delta.read_window_configs import (
+    ReadWindowConfig,
+    gluon_launches,
+    read_window_config,
+    rows_laid_out,
+    tokens_laid_out,
+)
 from replayssm.ops.device import device_arch
 from replayssm.ops.window_config import window_rows
 
@@ -65,19 +71,20 @@ def delta_read_window(
         return
     rings = (ring_k, ring_v, ring_u, ring_g, ring_beta)
     shape = layer_shape(state, k.shape[1], g, rings, read_codes, stochastic=seeds is not None)
-    rows = window_rows(max(buffer_len, max_committed), max_window_len)
+    rows = rows_laid_out(max(buffer_len, max_committed), max_window_len)
     config = config or read_window_config(batch, shape, rows, max_window_len)
     stored = _stored(state, read_codes, read_scales, read_global, state_scales)
-    more: dict[str, Any] = {"ROWS": window_rows(buffer_len, max_window_len)}
-    more |= gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm)
+    more: dict[str, Any] = gate_options(g, A_log, dt_bias, lower_bound, use_qk_l2norm)
     tree = {"TREE": parents is not None}
     rounding: list[torch.Tensor] = []
     if config.backend == "gluon":
-        launches = _gluon(config, batch, shape, chunk, tree | {"TOKENS": _tokens(max_window_len)})
+        more |= {"ROWS": rows}
+        launches = _gluon(config, batch, shape, chunk, tree | {"TOKENS": tokens_laid_out(max_window_len)})
         if read_codes is None:  # the checkpoint is its own copy
             stored = (stored[0], stored[3], *stored[2:])
         count = batch
     else:
+        more |= {"ROWS": window_rows(buffer_len, max_window_len)}
         rounding = [cursors if seeds is None else seeds]
         launches = [_portable(config, batch, shape, tree | {"STOCHASTIC": seeds is not None})]
         count = stream
@@ -97,11 +104,6 @@ def delta_read_window(
 
 
 Launch = tuple[Any, int, dict[str, Any]]  # kernel, programs, constants and options
-
-
-def _tokens(max_window_len: int) -> int:
-    """Tokens that the Gluon kernel has room for."""
-    return max(4, triton.next_power_of_2(max_window_len))
 
 
 def _gluon(config: ReadWindowConfig, batch: int, shape: ReadShape, chunk: bool, window: dict[str, Any]) -> list[Launch]:
@@ -130,6 +132,6 @@ def window_route(
 ) -> str:
     """One line that names the kernel and the configuration of a window step of a contiguous cache."""
     dims = (spec.num_k_heads, spec.num_v_heads, spec.head_k_dim, spec.head_v_dim, isinstance(spec, KDASpec))
-    rows = window_rows(buffer_len, max_window_len)
+    rows = rows_laid_out(buffer_len, max_window_len)
     shape = ReadShape(*dims, read, checkpoint, buffer_len + max_window_len, True, device_arch(device))
     return str(read_window_config(batch, shape, rows, max_window_len))

@@ -49,14 +49,17 @@ def window_config(batch: int, shape: WindowShape) -> WindowConfig:
     if batch <= 2:
         early = None if shape.kda else 8
         return WindowConfig("gluon", 32, 2, max_registers=registers, dependent=True, hint=2, early=early)
-    tiles = shape.num_v_heads // shape.num_k_heads * shape.head_v_dim // 64
+    # As many tiles a program as divide those of a k-head, and whole v-heads or parts of one.
+    per_head = shape.head_v_dim // 64
+    tiles = shape.num_v_heads // shape.num_k_heads * per_head
+    whole = [n for n in (8, 4, 2, 1) if tiles % n == 0 and (n % per_head == 0 or per_head % n == 0)]
     total = batch * shape.num_k_heads * tiles
-    if batch <= MOST_ROWS_WITH_FLUSHERS and tiles % 2 == 0:
+    if batch <= MOST_ROWS_WITH_FLUSHERS and 2 in whole:
         # Where two programs share a multiprocessor with two tiles each: KDA's longer windows need too much beside them.
         stages = 2 if shape.state_bytes == 4 and total <= 768 and not (shape.kda and shape.window_len > 4) else 1
         flushers = -(-batch // 4)
         return WindowConfig("gluon", 64, 4, 2, stages, registers, dependent=True, early=16, flushers=flushers)
-    num_tiles = next(n for least, n in TILES if total >= least and tiles % n == 0)
+    num_tiles = next(n for least, n in TILES if total >= least and n in whole)
     # Trading places gains KDA nothing in large batches.
     settle = (0 if shape.kda else 8) if batch >= 128 else 4 if total >= 8192 and not shape.kda else 2
     if capped and shape.state_bytes == 2 and not shape.kda:
@@ -195,6 +198,6 @@ def _gluon(
 
     heads, v_dim, k_dim = state.shape[1:]
     options: dict[str, Any] = {"HV": heads, "K": k_dim, "V": v_dim, "BLOCK_V": config.block_v}
-    options |= config.gluon_options(max(4, triton.next_power_of_2(max_window_len)))
+    options |= config.gluon_options(max(4, triton.next_power_of_2(max_window_len))) | {"WINDOW": max_window_len}
     tiles = heads * v_dim // config.block_v
     return delta_window_kernel, (batch * tiles // config.num_tiles + config.flushers * tiles,), options

@@ -24,6 +24,8 @@ def read_row(
 
     TIME "early": unless it flushes; "late": if it does, once the flushing launch is done; "flushed": it just was.
     """
+    # After a flush there are the window's rows alone.
+    SEEN: gl.constexpr = ROWS if TIME == "early" else 16
     slot = gl.load(slot_indices_ptr + row).to(gl.int64)
     first = gl.load(query_start_loc_ptr + row)
     length = gl.load(query_start_loc_ptr + row + 1) - first
@@ -49,6 +51,6 @@ def read_row(
                 ring_dt_ptr, parents_ptr, out_ptr, codes_ptr, scales_ptr, global_ptr, x_token, x_head, dt_token,
                 dt_head, B_token, B_group, C_token, C_group, z_token, z_head, out_token, out_head, ring_x_slot,
                 ring_x_head, ring_B_slot, ring_B_group, ring_dt_slot, ring_dt_head, codes_slot, scales_slot,
-                global_slot, H, G, P, N, R, HEADS, TILE, ROWS, WINDOW, "fp8" if READ == "none" else READ, TREE, HAS_D,
+                global_slot, H, G, P, N, R, HEADS, TILE, SEEN, WINDOW, "fp8" if READ == "none" else READ, TREE, HAS_D,
                 HAS_Z, HAS_BIAS, SOFTPLUS, TIME == "late",
             )  # fmt: skip

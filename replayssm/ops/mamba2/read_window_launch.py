@@ -54,9 +54,11 @@ STEP = (
 
 
 @cache
-def read_window_config(batch: int, shape: ReadShape, max_window_len: int) -> ReadWindowConfig:
-    """Configuration of the window step with a read copy."""
+def read_window_config(batch: int, shape: ReadShape, rows: int, max_window_len: int) -> ReadWindowConfig:
+    """Configuration of the window step with a read copy; rows: what committed rows and a window fill together."""
     choices = next(configs for most, configs in STEP if batch * shape.num_heads <= most)
+    if rows > 16 or max_window_len > 4:
+        choices = choices[-1:]
     config = next((config for config in choices if config.tile % shape.head_dim == 0), choices[-1])
     group = shape.num_heads // shape.n_groups
     # Codes of more bits take more registers.
@@ -67,16 +69,19 @@ def read_window_config(batch: int, shape: ReadShape, max_window_len: int) -> Rea
     if shape.checkpoint == "fp8":
         config = replace(config, flush_registers=168)
     config = replace(config, joint=config.joint and shape.checkpoint != "fp8" and shape.d_state == 128)
-    # The caps were measured on sm90 with four tokens; elsewhere nothing may spill.
-    if shape.arch == "sm90" and max_window_len <= 4:
-        return config
-    return replace(config, max_registers=None, flush_registers=None)
+    if rows > 16 or max_window_len > 4:
+        capped = rows > 16 and max_window_len <= 8 and shape.read == "nvfp4" and not config.joint
+        config = replace(config, max_registers=128 if capped else None)
+    # The caps were measured on sm90; elsewhere nothing may spill.
+    if shape.arch != "sm90":
+        return replace(config, max_registers=None, flush_registers=None)
+    return config if rows <= 16 else replace(config, flush_registers=None)
 
 
 def fits(shape: ReadShape, rows: int, max_window_len: int) -> bool:
     """Whether the Gluon kernel can serve windows of a layer of which a step reads up to `rows` rows."""
     dims = shape.head_dim % 16 == 0 and shape.head_dim >= 64 and shape.d_state in (64, 128)
-    return shape.arch in GLUON_ARCHS and shape.fast and dims and rows <= 16 and max_window_len <= 8
+    return shape.arch in GLUON_ARCHS and shape.fast and dims and rows <= 32 and max_window_len <= 16
 
 
 def launch_window(
@@ -104,10 +109,11 @@ def launch_window(
     assert x is not None and dt is not None and A is not None and B is not None and C is not None
     cursors, slot_indices, query_start_loc, parents = rows
     batch = slot_indices.shape[0]
-    config = config or read_window_config(batch, shape, max_window_len)
+    rows_read = window_rows(buffer_len, max_window_len)
+    config = config or read_window_config(batch, shape, rows_read, max_window_len)
     more: dict[str, Any] = {"TREE": parents is not None, "HAS_D": D is not None, "HAS_Z": z is not None}
     more |= {"HAS_BIAS": dt_bias is not None, "SOFTPLUS": dt_softplus, "REPLAY": replay, "R": rings[1].shape[2]}
-    more |= {"WINDOW": max(4, triton.next_power_of_2(max_window_len)), "ROWS": window_rows(buffer_len, max_window_len)}
+    more |= {"WINDOW": max(4, triton.next_power_of_2(max_window_len)), "ROWS": rows_read}
     for kernel, grid, options in gluon_launches(config, batch, shape):
         kernel[(grid,)](
             *(x, dt, A, B, C, A if D is None else D, x if z is None else z, A if dt_bias is None else dt_bias),
@@ -162,6 +168,7 @@ def window_route(
     """One line that names the kernel and the configuration of a window step of a contiguous cache."""
     dims = (spec.num_heads, spec.n_groups, spec.head_dim, spec.d_state)
     shape = ReadShape(*dims, read, checkpoint, device_arch(device))
-    if not fits(shape, window_rows(buffer_len, max_window_len), max_window_len):
+    rows = window_rows(buffer_len, max_window_len)
+    if not fits(shape, rows, max_window_len):
         return str(portable_config(shape))
-    return str(read_window_config(batch, shape, max_window_len))
+    return str(read_window_config(batch, shape, rows, max_window_len))
