@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from replayssm.integrations import hf_route
+from replayssm.integrations.transformers import ReplayHandle, enable
+
 BATCH, PROMPT = 4, 9
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+Enable = Callable[..., ReplayHandle]
+
+
+def enabling(**defaults: Any) -> Iterator[Enable]:
+    """For a fixture: `enable` with these options, undone at the end of the test."""
+    handles: list[ReplayHandle] = []
+
+    def make(model: Any, **options: Any) -> ReplayHandle:
+        handles.append(enable(model, **{**defaults, **options}))
+        return handles[-1]
+
+    yield make
+    for handle in handles:
+        handle.disable()
+    assert not hf_route._patched
 
 
 class Forced(LogitsProcessor):
@@ -57,6 +76,12 @@ def model_cache(output: Any) -> Any:
     """The cache that a forward call returned, by transformers version and model."""
     found = (getattr(output, name, None) for name in CACHE_NAMES)
     return next(cache for cache in found if cache is not None)
+
+
+@torch.no_grad()
+def step(model: Any, cache: Any, token: int = 7, batch: int = BATCH, tokens: int = 1) -> torch.Tensor:
+    """Logits of one call that gives every row the same token, so often."""
+    return model(torch.full((batch, tokens), token), use_cache=True, **cache_argument(model, cache)).logits
 
 
 def assert_logits_close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from generation_runs import cache_argument
+from generation_runs import assert_logits_close, cache_argument
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from replayssm.integrations import hf_route
+from replayssm.integrations.hf_cache import ReplayDynamicCache
 from replayssm.workload import op_options
 
 
@@ -123,3 +124,26 @@ class StepwiseShadow:
                 out = torch.empty(1, *layer.spec.state_shape[:2])
                 layer.ops.stepwise(*inputs, state, slot, None, out, pad_slot_id=-1, max_window_len=1, **options)
         return state
+
+
+def check_against_oracle(model: Any, result: Any, rounds: Rounds, prompt: torch.Tensor) -> list[int]:
+    """Every round's accepted tokens, their logits, and the state at the end; returns the acceptance lengths."""
+    oracle = SnapshotOracle(model, prompt)
+    logits, left = [], result.sequences.shape[1] - prompt.shape[1]
+    for drafts, accepted in zip(rounds.drafts(prompt.shape[1]), rounds.accepted, strict=True):
+        expected, rows = oracle.verify(drafts, left)
+        assert accepted == expected
+        logits.append(rows)
+        left -= len(expected)
+    assert_logits_close(torch.cat(list(result.logits)), torch.cat(logits))
+    cache = result.past_key_values
+    assert isinstance(cache, ReplayDynamicCache)
+    for spec in cache.plan.layers:
+        layer, plain = cache.layers[spec.layer_idx], oracle.cache.layers[spec.layer_idx]
+        assert_logits_close(layer.recurrent_states[0], plain.recurrent_states[0])
+        assert_logits_close(layer.conv_states[0], plain.conv_states[0])
+    for layer, plain in zip(cache.layers, oracle.cache.layers, strict=True):
+        if getattr(layer, "keys", None) is not None:
+            assert layer.get_seq_length() == result.sequences.shape[1] - 1
+            assert_logits_close(layer.keys, plain.keys)
+    return [len(accepted) for accepted in rounds.accepted]

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from generation_runs import assert_logits_close, cache_argument
-from snapshot_oracle import Rounds, SnapshotOracle, StepwiseShadow, forward_from
-from tiny_models import available_architectures, tiny_model
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from generation_runs import Enable, assert_logits_close, cache_argument, enabling
+from snapshot_oracle import Rounds, StepwiseShadow, check_against_oracle, forward_from
+from tiny_models import available_architectures, tiny_llama, tiny_model
+from transformers import DynamicCache
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from replayssm.checks import ReplayError
 from replayssm.cursors import NUM_FLUSHES
-from replayssm.integrations import hf_route
-from replayssm.integrations.hf_cache import ReplayDynamicCache
-from replayssm.integrations.transformers import ReplayHandle, enable
+from replayssm.integrations.transformers import ReplayHandle
 
 FAMILIES = ("nemotron_h", "qwen3_5", "kimi_linear")
 NEW, DRAFTS = 40, 4
@@ -26,21 +24,13 @@ PROMPT = torch.randint(3, 61, (1, 11), generator=torch.Generator().manual_seed(0
 
 
 @pytest.fixture
-def enabled() -> Iterator[Callable[..., ReplayHandle]]:
-    """`enable` with a short ring, undone at the end of the test."""
-    handles: list[ReplayHandle] = []
-
-    def make(model: Any, **options: Any) -> ReplayHandle:
-        handles.append(enable(model, **{"buffer_len": 7, "num_draft_tokens": DRAFTS, **options}))
-        return handles[-1]
-
-    yield make
-    for handle in handles:
-        handle.disable()
-    assert not hf_route._patched
+def enabled() -> Iterator[Enable]:
+    yield from enabling(buffer_len=7, num_draft_tokens=DRAFTS)
 
 
-Enable = Callable[..., ReplayHandle]
+def never_doubting(assistant: Any) -> Any:
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    return assistant
 
 
 def assistant_for(name: str, noise: float = 0.06) -> Any:
@@ -50,16 +40,7 @@ def assistant_for(name: str, noise: float = 0.06) -> Any:
         for parameter in assistant.parameters():
             values = torch.empty(parameter.shape).normal_(generator=generator)
             parameter.add_(noise * parameter.float().std().nan_to_num(0.1) * values)
-    assistant.generation_config.assistant_confidence_threshold = 0.0
-    return assistant
-
-
-def tiny_llama() -> Any:
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    assistant = LlamaForCausalLM(LlamaConfig(vocab_size=61, pad_token_id=0, eos_token_id=None, **shape)).eval()
-    assistant.generation_config.assistant_confidence_threshold = 0.0
-    return assistant
+    return never_doubting(assistant)
 
 
 def run(model: Any, **options: Any) -> Any:
@@ -83,29 +64,6 @@ class Scripted:
         drafts = self.sequence[:, start : min(start + self.pick.randint(0, DRAFTS), self.sequence.shape[1] - 1)].clone()
         drafts[:, self.pick.randint(0, 2 * DRAFTS) :] = 60
         return torch.cat([ids, drafts], 1), None
-
-
-def check_against_oracle(model: Any, result: Any, rounds: Rounds, prompt: torch.Tensor = PROMPT) -> list[int]:
-    """Every round's accepted tokens, their logits, and the state at the end; returns the acceptance lengths."""
-    oracle = SnapshotOracle(model, prompt)
-    logits, left = [], result.sequences.shape[1] - prompt.shape[1]
-    for drafts, accepted in zip(rounds.drafts(prompt.shape[1]), rounds.accepted, strict=True):
-        expected, rows = oracle.verify(drafts, left)
-        assert accepted == expected
-        logits.append(rows)
-        left -= len(expected)
-    assert_logits_close(torch.cat(list(result.logits)), torch.cat(logits))
-    cache = result.past_key_values
-    assert isinstance(cache, ReplayDynamicCache)
-    for spec in cache.plan.layers:
-        layer, plain = cache.layers[spec.layer_idx], oracle.cache.layers[spec.layer_idx]
-        assert_logits_close(layer.recurrent_states[0], plain.recurrent_states[0])
-        assert_logits_close(layer.conv_states[0], plain.conv_states[0])
-    for layer, plain in zip(cache.layers, oracle.cache.layers, strict=True):
-        if getattr(layer, "keys", None) is not None:
-            assert layer.get_seq_length() == result.sequences.shape[1] - 1
-            assert_logits_close(layer.keys, plain.keys)
-    return [len(accepted) for accepted in rounds.accepted]
 
 
 def speculates(name: str) -> bool:
@@ -134,7 +92,7 @@ def test_rounds_equal_a_snapshot_oracles(name: str, enabled: Enable, monkeypatch
         assert torch.equal(state, shadow.state(spec.layer_idx, rejected))
     assert int(result.past_key_values.core.cursors[:, NUM_FLUSHES].min()) >= 4
     handle.disable()
-    lengths = check_against_oracle(model, result, rounds)
+    lengths = check_against_oracle(model, result, rounds, PROMPT)
     assert {1, 5} <= set(lengths) and len(set(lengths)) >= 4
     assert len(rounds.inputs) < NEW
 
@@ -149,7 +107,7 @@ def test_an_enabled_assistant_rolls_back_too(name: str, enabled: Enable) -> None
     result = run(model, assistant_model=assistant, streamer=rounds)
     for handle in (model, assistant):
         hf_handle(handle).disable()
-    lengths = check_against_oracle(model, result, rounds)
+    lengths = check_against_oracle(model, result, rounds, PROMPT)
     assert len(set(lengths)) >= 3 and len(rounds.inputs) < NEW
     known = PROMPT
     for drafts, accepted in zip(rounds.drafts(PROMPT.shape[1]), rounds.accepted, strict=True):
@@ -170,11 +128,11 @@ def test_an_assistant_of_another_architecture(name: str, do_sample: bool, enable
     model = tiny_model(name)
     enabled(model)
     rounds = Rounds(model)
-    result = run(model, assistant_model=tiny_llama(), do_sample=do_sample, streamer=rounds)
+    result = run(model, assistant_model=never_doubting(tiny_llama()), do_sample=do_sample, streamer=rounds)
     assert max(len(window[0]) for window in rounds.inputs[1:]) == DRAFTS + 1
     hf_handle(model).disable()
     if not do_sample:
-        check_against_oracle(model, result, rounds)
+        check_against_oracle(model, result, rounds, PROMPT)
     assert_logits_close(torch.cat(list(result.logits)), forced(model, result.sequences))
 
 

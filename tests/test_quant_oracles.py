@@ -8,18 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from quant_case import spread
 
 from replayssm.quant import dequantize, quantize
 from replayssm.quant.encoders import to_e4m3
 from replayssm.quant.nvfp4 import from_e2m1, to_e2m1
-
-
-def spread(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Random states whose rows spread by e and columns by its root."""
-    g = torch.Generator().manual_seed(seed)
-    *outer, V, K = shape
-    rows, columns = torch.randn(*outer, V, 1, generator=g), torch.randn(*outer, 1, K, generator=g)
-    return torch.randn(*shape, generator=g) * torch.exp(rows) * torch.exp(0.5 * columns)
 
 
 def sweep(values: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from generation_runs import BATCH, cache_argument, prompts, run
-from tiny_models import tiny_model
+from tiny_models import tiny_llama, tiny_model
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig
 
 from replayssm.checks import ReplayError
 from replayssm.integrations import hf_route
@@ -21,11 +20,6 @@ from replayssm.integrations.hf_cache import ReplayDynamicCache
 from replayssm.integrations.transformers import ReplayHandle, disable, enable
 
 MODELS = ("nemotron_h", "qwen3_5", "kimi_linear")
-
-
-def tiny_llama() -> Any:
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=61, **shape))
 
 
 @pytest.mark.parametrize(
@@ -87,58 +81,32 @@ def handle(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "rows", "message"),
     [
-        ({"cache_implementation": "static"}, "cache_implementation is 'static'; allowed: None or 'dynamic'"),
-        ({"cache_implementation": "offloaded"}, "cache_implementation is 'offloaded'; allowed: None or 'dynamic'"),
-        ({"cache_implementation": "quantized"}, "cache_implementation is 'quantized'; allowed: None or 'dynamic'"),
+        ({"cache_implementation": "static"}, BATCH, "cache_implementation is 'static'; allowed: None or 'dynamic'"),
         (
-            {"prompt_lookup_num_tokens": 3, "rows": 1},
+            {"cache_implementation": "offloaded"},
+            BATCH,
+            "cache_implementation is 'offloaded'; allowed: None or 'dynamic'",
+        ),
+        (
+            {"cache_implementation": "quantized"},
+            BATCH,
+            "cache_implementation is 'quantized'; allowed: None or 'dynamic'",
+        ),
+        (
+            {"prompt_lookup_num_tokens": 3},
+            1,
             "num_draft_tokens is 0, which verifies no drafts; allowed in assisted",
         ),
     ],
 )
-def test_generate_refuses(model: Any, handle: ReplayHandle, options: dict[str, Any], message: str) -> None:
-    rows = options.pop("rows", BATCH) if "rows" in options else BATCH
+def test_generate_refuses(model: Any, handle: ReplayHandle, options: dict[str, Any], rows: int, message: str) -> None:
     inputs = {key: value[:rows] for key, value in prompts().items()}
     expected = run(model)
     with pytest.raises(ValueError, match=message):
         run(model, **inputs, **options)
     assert all(map(torch.equal, run(model).logits, expected.logits))
-
-
-@torch.no_grad()
-def step(model: Any, cache: Any, batch: int = BATCH, tokens: int = 1) -> torch.Tensor:
-    ids = torch.full((batch, tokens), 7)
-    return model(ids, use_cache=True, **cache_argument(model, cache)).logits
-
-
-@pytest.fixture
-def cache(model: Any, handle: ReplayHandle) -> Any:
-    """A cache in the middle of a window."""
-    cache = handle.new_cache()
-    run(model, max_new_tokens=7, **cache_argument(model, cache))
-    return cache
-
-
-def assert_unchanged(model: Any, cache: Any, before: Any) -> None:
-    assert torch.equal(cache.core.cursors, before.core.cursors)
-    assert torch.equal(step(model, cache), step(model, before))
-
-
-@pytest.mark.parametrize(("batch", "tokens"), [(2, 1), (BATCH + 1, 1), (2, 3)])
-def test_another_batch_size(model: Any, cache: Any, batch: int, tokens: int) -> None:
-    before = copy.deepcopy(cache)
-    with pytest.raises(ReplayError, match=f"batch size is {batch}; allowed: {BATCH}, the batch size of the cache"):
-        step(model, cache, batch, tokens)
-    assert_unchanged(model, cache, before)
-
-
-def test_decoding_with_gradients(model: Any, cache: Any) -> None:
-    before = copy.deepcopy(cache)
-    with pytest.raises(ReplayError, match=r"torch.is_grad_enabled\(\) is True while decoding; allowed: torch.no_grad"):
-        model(torch.full((BATCH, 1), 7), use_cache=True, **cache_argument(model, cache))
-    assert_unchanged(model, cache, before)
 
 
 def test_cache_of_another_plan(model: Any, handle: ReplayHandle) -> None:
@@ -177,72 +145,6 @@ def test_pickling_a_cache(model: Any, handle: ReplayHandle) -> None:
     for spec in handle.plan.layers:
         ours, theirs = (cache.layers[spec.layer_idx] for cache in (loaded, result.past_key_values))
         assert torch.equal(ours.recurrent_states[0], theirs.recurrent_states[0])
-
-
-class Broken(Exception):
-    """Raised inside a forward call."""
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_forward_that_raises_half_way(model: Any, cache: Any, tokens: int) -> None:
-    """Convolution states have moved on by then, as in plain transformers: going on would give wrong tokens."""
-    before = cache.core.cursors[:, :2].clone()
-    last = model.get_decoder().layers[-1]
-
-    def fail(*_: Any) -> None:
-        raise Broken
-
-    hook = last.register_forward_hook(fail)
-    with pytest.raises(Broken):
-        step(model, cache, tokens=tokens)
-    hook.remove()
-    if tokens == 1:
-        assert torch.equal(cache.core.cursors[:, :2], before)
-    for _ in range(2):
-        with pytest.raises(ReplayError, match=r"left half written by a call that raised; allowed: reset\(\)"):
-            step(model, cache)
-    cache.reset()
-    assert torch.equal(run(model).sequences, run(model).sequences)
-
-
-def test_forward_that_raises_before_the_layers(model: Any, cache: Any) -> None:
-    before = copy.deepcopy(cache)
-    with torch.no_grad(), pytest.raises(IndexError):
-        model(torch.full((BATCH, 1), 10**6), use_cache=True, **cache_argument(model, cache))
-    assert_unchanged(model, cache, before)
-
-
-def test_layers_that_bypass_the_cache(model: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, _ = hf_route.DECODE_CALLS[cache.plan.layers[0].family]
-    module = sys.modules[type(model.get_decoder()).__module__]
-    routed = getattr(module, name)
-    calls = []
-
-    def bypass(*args: Any, **kwargs: Any) -> Any:
-        calls.append(0)
-        if len(calls) > 1:
-            return routed(*args, **kwargs)
-        state = kwargs.get("initial_state", args[0])
-        plain, _ = hf_route._patched[module, name]
-        detached = state.clone()
-        return (
-            plain(detached, *args[1:], **kwargs)
-            if state is args[0]
-            else plain(*args, **{**kwargs, "initial_state": detached})
-        )
-
-    monkeypatch.setattr(module, name, bypass)
-    with pytest.raises(ReplayError, match=r"layers \[0\] did not pass their state through the cache"):
-        step(model, cache)
-
-
-def test_layer_that_decodes_twice_in_a_step(model: Any, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, _ = hf_route.DECODE_CALLS[cache.plan.layers[0].family]
-    module = sys.modules[type(model.get_decoder()).__module__]
-    routed = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *a, **k: (routed(*a, **k), routed(*a, **k))[1])
-    with pytest.raises(ReplayError, match="layer 0 decodes outside a step, or twice in one"):
-        step(model, cache)
 
 
 def test_activations_wider_than_the_ring(model: Any) -> None:

@@ -1,27 +1,26 @@
-"""What callers do with `generate` and `forward` while ReplaySSM is enabled, one or two models of each family."""
+"""What callers do with `generate` while ReplaySSM is enabled, one or two models of each family."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import inspect
-import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
 from generation_runs import (
     BATCH,
     PROMPT,
+    Enable,
     assert_logits_close,
     cache_argument,
+    enabling,
     forced_logits,
-    model_cache,
     prompts,
     run,
+    step,
 )
 from tiny_models import tiny_model
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
@@ -30,28 +29,15 @@ from transformers.generation.streamers import BaseStreamer
 from replayssm.cursors import NUM_FLUSHES
 from replayssm.integrations import hf_route
 from replayssm.integrations.hf_cache import ReplayDynamicCache
-from replayssm.integrations.transformers import ReplayHandle, disable, enable
+from replayssm.integrations.transformers import disable, enable
 
 MODELS = ("nemotron_h", "mamba2", "falcon_h1", "qwen3_5", "kimi_linear")
 FAMILIES = ("nemotron_h", "qwen3_5", "kimi_linear")
 
 
 @pytest.fixture
-def enabled() -> Iterator[Callable[..., ReplayHandle]]:
-    """`enable` with a short ring, undone at the end of the test."""
-    handles: list[ReplayHandle] = []
-
-    def make(model: Any, **options: Any) -> ReplayHandle:
-        handles.append(enable(model, **{"buffer_len": 4, **options}))
-        return handles[-1]
-
-    yield make
-    for handle in handles:
-        handle.disable()
-    assert not hf_route._patched
-
-
-Enable = Callable[..., ReplayHandle]
+def enabled() -> Iterator[Enable]:
+    yield from enabling(buffer_len=4)
 
 
 def compare(model: Any, enable_it: Enable, *, flushes: int = 2, **options: Any) -> tuple[Any, Any]:
@@ -137,61 +123,6 @@ def test_streaming(name: str, enabled: Enable) -> None:
     assert streamer.tokens == result.sequences[0].tolist()
 
 
-def conversation(model: Any, cache: Any) -> list[torch.Tensor]:
-    """Three turns on one cache: logits of each. The second turn brings three tokens, the third none but the last."""
-    first = prompts()
-    ids, mask, logits = first["input_ids"], first["attention_mask"], []
-    for turn, new_tokens in enumerate((3, 0, 0)):
-        result = run(model, input_ids=ids, attention_mask=mask, max_new_tokens=9 + turn, **cache_argument(model, cache))
-        logits.append(torch.stack(result.logits))
-        new = torch.randint(3, 61, (BATCH, new_tokens), generator=torch.Generator().manual_seed(turn))
-        ids = torch.cat([result.sequences, new], 1)
-        mask = torch.cat([mask, torch.ones(BATCH, ids.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
-    return logits
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_conversation_continues_on_the_same_cache(name: str, enabled: Enable) -> None:
-    model = tiny_model(name)
-    plain = conversation(model, DynamicCache(config=model.config))
-    replay = conversation(model, enabled(model).new_cache())
-    for actual, expected in zip(replay, plain, strict=True):
-        assert_logits_close(actual, expected)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_forward_without_generate(name: str, enabled: Enable) -> None:
-    model = tiny_model(name)
-    tokens = torch.randint(3, 61, (2, 30), generator=torch.Generator().manual_seed(5))
-    cuts = [0, 1, 2, 3, 9, 10, 11, 12, 13, 14, 15, 20, *range(21, 31)]
-
-    @torch.no_grad()
-    def logits(target: Any) -> tuple[list[torch.Tensor], Any]:
-        out, cache = [], {}
-        for start, end in itertools.pairwise(cuts):
-            result = target(input_ids=tokens[:, start:end], use_cache=True, **cache)
-            cache = cache_argument(target, model_cache(result))
-            out.append(result[0])
-        return out, model_cache(result)
-
-    plain, plain_cache = logits(model)
-    inner, _ = logits(model.get_decoder())
-    handle = enabled(model)
-    replay, cache = logits(model)
-    replay_inner, _ = logits(model.get_decoder())
-    parameters = list(inspect.signature(model.get_decoder().forward).parameters)
-    until_cache = parameters.index(next(iter(cache_argument(model.get_decoder(), None))))
-    by_position = model.get_decoder()(tokens[:, :3], *[None] * until_cache)
-    assert isinstance(model_cache(by_position), ReplayDynamicCache)
-    assert isinstance(cache, ReplayDynamicCache)
-    assert_logits_close(torch.cat(replay, 1), torch.cat(plain, 1))
-    assert_logits_close(torch.cat(replay_inner, 1), torch.cat(inner, 1))
-    for spec in handle.plan.layers:
-        layer, plain_layer = cache.layers[spec.layer_idx], plain_cache.layers[spec.layer_idx]
-        assert_logits_close(layer.recurrent_states[0], plain_layer.recurrent_states[0])
-        assert_logits_close(layer.conv_states[0], plain_layer.conv_states[0])
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_token_prompts_and_chunked_prefill(name: str, enabled: Enable) -> None:
     model = tiny_model(name)
@@ -218,68 +149,26 @@ def test_bf16_model(name: str, checkpoint: str, enabled: Enable) -> None:
     assert cache.core.layer(handle.plan.layers[0].layer_idx).state.dtype == handle.plan.checkpoint_dtype
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_reading_a_state_changes_nothing(name: str, enabled: Enable) -> None:
-    model = tiny_model(name)
-    handle = enabled(model)
-    cache = run(model, max_new_tokens=7).past_key_values
-    before = cache.core.cursors.clone()
-    layer_idx = handle.plan.layers[0].layer_idx
-    state = cache.layers[layer_idx].recurrent_states[0]
-    again = cache.layers[layer_idx].recurrent_states[0]
-    assert torch.equal(state, again)
-    state.zero_()
-    assert torch.equal(cache.layers[layer_idx].recurrent_states[0], again)
-    assert torch.equal(cache.core.cursors, before)
+def test_two_models_at_once(enabled: Enable) -> None:
+    first, second, other = tiny_model("qwen3_5"), tiny_model("qwen3_5", seed=1), tiny_model("mamba2")
+    plain = [run(model) for model in (first, second, other)]
+    handles = [enabled(first, buffer_len=3), enabled(second, buffer_len=5), enabled(other)]
+    for model, expected in zip((second, first, other), (plain[1], plain[0], plain[2]), strict=True):
+        assert torch.equal(run(model).sequences, expected.sequences)
+    handles[0].disable()
+    assert all(map(torch.equal, run(first).logits, plain[0].logits))
+    replay = run(second)
+    assert torch.equal(replay.sequences, plain[1].sequences)
+    assert isinstance(replay.past_key_values, ReplayDynamicCache)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_state_after_a_prefill(name: str, enabled: Enable) -> None:
-    model = tiny_model(name)
-    with torch.no_grad():
-        plain = model_cache(model(**prompts(), use_cache=True))
-        handle = enabled(model)
-        cache = model_cache(model(**prompts(), use_cache=True))
-    layer_idx = handle.plan.layers[-1].layer_idx
-    assert torch.equal(cache.layers[layer_idx].recurrent_states[0], plain.layers[layer_idx].recurrent_states[0])
-    copied = copy.deepcopy(cache)
-    copied.batch_select_indices(torch.tensor([3, 1]))
-    expected = step(model, copy.deepcopy(cache))
-    assert_logits_close(step(model, copied, batch=2), expected[[3, 1]])
-    handle.disable()
-    assert torch.equal(step(model, cache), step(model, plain))
-
-
-@torch.no_grad()
-def step(model: Any, cache: Any, token: int = 7, batch: int = BATCH) -> torch.Tensor:
-    """Logits of one decode step of every row with the same token."""
-    return model(torch.full((batch, 1), token), use_cache=True, **cache_argument(model, cache)).logits
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_copied_cache_is_independent(name: str, enabled: Enable) -> None:
-    model = tiny_model(name)
-    handle = enabled(model)
-    cache = run(model, max_new_tokens=6).past_key_values
-    copied = copy.deepcopy(cache)
-    expected = [step(model, cache, token) for token in (5, 6, 7, 8)]
-    actual = [step(model, copied, token) for token in (5, 6, 7, 8)]
-    assert all(map(torch.equal, actual, expected))
-    handle.disable()
-    assert not copied.is_replaying
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_rows_of_a_cache_are_selected_and_repeated(name: str, enabled: Enable) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_inference_mode(name: str, enabled: Enable) -> None:
     model = tiny_model(name)
     enabled(model)
-    cache = run(model, max_new_tokens=6).past_key_values
-    expected = step(model, copy.deepcopy(cache))
-    selected = copy.deepcopy(cache)
-    selected.batch_select_indices(torch.tensor([2, 0, 2]))
-    assert_logits_close(step(model, selected, batch=3), expected[[2, 0, 2]])
-    cache.batch_repeat_interleave(2)
-    assert_logits_close(step(model, cache, batch=2 * BATCH), expected.repeat_interleave(2, 0))
+    expected = run(model)
+    with torch.inference_mode():
+        assert all(map(torch.equal, run(model).logits, expected.logits))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -304,67 +193,6 @@ def test_disable_restores_the_model_and_frees_the_caches(name: str) -> None:
     assert cache.core is None
     assert_logits_close(step(model, cache), expected)
     disable(model)
-
-
-def test_two_models_at_once(enabled: Enable) -> None:
-    first, second, other = tiny_model("qwen3_5"), tiny_model("qwen3_5", seed=1), tiny_model("mamba2")
-    plain = [run(model) for model in (first, second, other)]
-    handles = [enabled(first, buffer_len=3), enabled(second, buffer_len=5), enabled(other)]
-    for model, expected in zip((second, first, other), (plain[1], plain[0], plain[2]), strict=True):
-        assert torch.equal(run(model).sequences, expected.sequences)
-    handles[0].disable()
-    assert all(map(torch.equal, run(first).logits, plain[0].logits))
-    replay = run(second)
-    assert torch.equal(replay.sequences, plain[1].sequences)
-    assert isinstance(replay.past_key_values, ReplayDynamicCache)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_foreign_cache_decodes_as_before(name: str, enabled: Enable) -> None:
-    model = tiny_model(name)
-    plain = run(model, **cache_argument(model, DynamicCache(config=model.config)))
-    enabled(model)
-    cache = DynamicCache(config=model.config)
-    result = run(model, **cache_argument(model, cache))
-    assert result.past_key_values is cache
-    assert all(map(torch.equal, result.logits, plain.logits))
-    without = run(model, use_cache=False, max_new_tokens=3)
-    assert_logits_close(torch.stack(without.logits), torch.stack(plain.logits[:3]))
-
-
-def test_reset_takes_another_batch(enabled: Enable) -> None:
-    # Without attention: some transformers versions keep the length of attention layers.
-    model = tiny_model("mamba2")
-    cache = enabled(model).new_cache()
-    run(model, **cache_argument(model, cache))
-    for batch in (BATCH, 2):
-        cache.reset()
-        rows = {key: value[:batch] for key, value in prompts().items()}
-        again = run(model, **rows, **cache_argument(model, cache))
-        assert all(map(torch.equal, again.logits, run(model, **rows).logits))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_inference_mode(name: str, enabled: Enable) -> None:
-    model = tiny_model(name)
-    enabled(model)
-    expected = run(model)
-    with torch.inference_mode():
-        assert all(map(torch.equal, run(model).logits, expected.logits))
-
-
-def test_finished_cache_is_freed_at_once(enabled: Enable) -> None:
-    model = tiny_model("mamba2")
-    enabled(model)
-    gc.collect()
-    gc.disable()
-    try:
-        cache = run(model).past_key_values
-        core = ref(cache.core)
-        del cache
-        assert core() is None
-    finally:
-        gc.enable()
 
 
 def test_dropped_model_gives_the_globals_back() -> None:

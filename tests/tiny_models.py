@@ -180,6 +180,15 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
     return model
 
 
+def tiny_llama() -> Any:
+    """A model without SSM layers, of the same vocabulary."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, pad_token_id=0, eos_token_id=None, **shape)).eval()
+
+
 def _randomise(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
     noise = torch.empty(parameter.shape).normal_(generator=generator)
     if name == "A_log":
