@@ -1,4 +1,7 @@
-"""These tests start vLLM engines: they run in an environment of their own (`make test-vllm`, a file a worker, since a file's engines run once)."""
+"""These tests start vLLM engines: they run in an environment of their own (`make test-vllm`).
+
+A file goes to one worker, since its engines run once. On a GPU: `pytest -m gpu tests/vllm_plugin`.
+"""
 
 from __future__ import annotations
 

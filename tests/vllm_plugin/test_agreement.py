@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from agreement import apart, noise, summary
+from launch import HERE, result_of
 from models import save
 
 pytestmark = pytest.mark.timeout(900)  # three engines start in a fixture
-HERE = Path(__file__).resolve().parent
 FAMILIES = ("nemotron_h", "qwen3_next")
 READ = {"replayssm": {"buffer_len": 5, "read": "nvfp4"}}
 STEPWISE = {"replayssm": {"buffer_len": 1}}  # every token is replayed into the checkpoint before the next
@@ -49,28 +45,6 @@ def spec_of(folder: Path, additional: dict[str, Any], **changes: Any) -> dict[st
         "score": True,
         **changes,
     }
-
-
-def run_engine(folder: Path, spec: dict[str, Any], **environment: str) -> tuple[int, str]:
-    """Exit status and log of an engine in a process of its own; its result lies in RESULT.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "spec.json").write_text(json.dumps(spec))
-    quiet = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "engine_run.py"), str(folder / "spec.json"), str(folder / "result.json")],
-        env={**os.environ, **quiet, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
-    return done.returncode, done.stdout
-
-
-def result_of(folder: Path, spec: dict[str, Any], **environment: str) -> dict[str, Any]:
-    code, log = run_engine(folder, spec, **environment)
-    assert code == 0, log[-4000:]
-    return {**json.loads((folder / "result.json").read_text()), "log": log}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from agreement import apart, noise, summary
+from launch import result_of
 from models import save
-from test_agreement import FAMILIES, PLUGIN, READ, result_of, spec_of
+from test_agreement import FAMILIES, PLUGIN, READ, spec_of
 
 pytestmark = pytest.mark.timeout(900)
 BLOCK = 128

@@ -54,6 +54,8 @@ def test_a_compiled_model_is_not_taken_for_another(model: Path, monkeypatch: pyt
         ({"additional_config": {"replayssm": {"buffer_len": 0}}}, "buffer_len"),
         ({"additional_config": {"replayssm": {"checkpoint": "int4"}}}, "checkpoint"),
         ({"additional_config": {"replayssm": {"window": 3}}}, "window"),
+        ({"additional_config": {"replayssm": True, "decode_backend": "latency_specialized"}}, "decode_backend"),
+        ({"additional_config": {"replayssm": True, "kda_prefill_backend": "flashinfer"}}, "kda_prefill_backend"),
     ],
 )
 def test_refused(model: Path, changes: dict[str, Any], reason: str) -> None:
@@ -72,5 +74,5 @@ def test_refused_for_a_model_without_layers_of_ours(tmp_path: Path) -> None:
         num_hidden_layers=1, hidden_size=64, num_attention_heads=2, vocab_size=128, architectures=["LlamaForCausalLM"]
     ).save_pretrained(tmp_path)
     plugin.register()
-    with pytest.raises(ValueError, match="model_type with replayssm is 'llama'"):
+    with pytest.raises(ValueError, match="architecture with replayssm is 'LlamaForCausalLM'"):
         configure(tmp_path)

@@ -6,6 +6,21 @@ until the option "replayssm" asks for more (see `options`).
 
 from __future__ import annotations
 
+import functools
+from importlib import import_module
+from typing import Any
+
+# vLLM's layer: our module and class.
+LAYERS = {
+    "BailingMoeV3KimiDeltaAttention": ("bailing", "ReplayBailing"),
+    "Glm5NextLinearAttention": ("glm5_next", "ReplayGlm5Next"),
+    "KimiGatedDeltaNetAttention": ("kda", "ReplayKimiDelta"),
+    "KimiK3DeltaAttention": ("kimi_k3", "ReplayKimiK3"),
+    "MambaMixer2": ("mamba2", "ReplayMambaMixer2"),
+    "OlmoHybridGatedDeltaNetAttention": ("olmo", "ReplayOlmo"),
+    "QwenGatedDeltaNetAttention": ("gdn", "ReplayGatedDeltaNet"),
+}
+
 
 def register() -> None:
     """Entry point of the group `vllm.general_plugins`; may be called more than once."""
@@ -16,21 +31,19 @@ def register() -> None:
 
 
 def _offer_layers() -> None:
-    """Let vLLM build our subclasses of its layers."""
-    from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+    """Let vLLM build our subclasses of its layers, each imported when the first of its kind is built."""
+    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
-    from replayssm.integrations.vllm.gdn import ReplayGatedDeltaNet
-    from replayssm.integrations.vllm.kda import ReplayKimiDelta
-    from replayssm.integrations.vllm.mamba2 import ReplayMambaMixer2
+    original = PluggableLayer.__new__
+    if hasattr(original, "__wrapped__"):
+        return
 
-    ours = (
-        (QwenGatedDeltaNetAttention, ReplayGatedDeltaNet),
-        (KimiGatedDeltaNetAttention, ReplayKimiDelta),
-        (MambaMixer2, ReplayMambaMixer2),
-    )
-    for base, layer in ours:
-        if op_registry_oot.get(base.__name__) is not layer:
-            base.register_oot(name=base.__name__)(layer)
+    @functools.wraps(original)
+    def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        name = cls.__name__
+        if name in LAYERS and name not in op_registry_oot:
+            module, ours = LAYERS[name]
+            cls.register_oot(name=name)(getattr(import_module(f"{__name__}.{module}"), ours))
+        return original(cls, *args, **kwargs)
+
+    PluggableLayer.__new__ = made

@@ -14,17 +14,26 @@ WIDTH = 4
 
 
 def convolve(
-    x: torch.Tensor, pages: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Any, rows: Rows
+    x: torch.Tensor,
+    pages: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Any,
+    rows: Rows,
+    cleared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The convolved tokens of decode rows, and their blocks' convolution states moved on.
 
     x [tokens, channels], which may be overwritten; pages: vLLM's convolution states [blocks, taps - 1, channels] (or
-    transposed, as vLLM is configured); weight [channels, taps], bias [channels].
+    transposed, as vLLM is configured); weight [channels, taps], bias [channels]. cleared [tokens, ..]: what the
+    recurrence will write; of the padding behind windows, which it does not see, this makes zeros.
     """
     step = rows.decodes
     assert step is not None
     if x.is_cuda and _fits(x, pages, weight, step.max_window_len):
-        return _convolve(x, pages, weight, bias, activation in ("silu", "swish", True), rows)
+        return _convolve(x, pages, weight, bias, activation in ("silu", "swish", True), rows, cleared)
+    if cleared is not None and step.query_start_loc is not None:
+        cleared.zero_()
     states = pages if is_conv_state_dim_first() else pages.transpose(-1, -2)
     return causal_conv1d_update(
         x,
@@ -41,7 +50,13 @@ def convolve(
 
 
 def _convolve(
-    x: torch.Tensor, pages: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, rows: Rows
+    x: torch.Tensor,
+    pages: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    silu: bool,
+    rows: Rows,
+    cleared: torch.Tensor | None,
 ) -> torch.Tensor:
     from replayssm.ops.conv_launch import conv_step, conv_window
 
@@ -51,9 +66,13 @@ def _convolve(
         conv_step(x, weight, bias, pages, step.slot_indices, out, silu=silu, pad_slot_id=NULL_BLOCK)
         return out
     assert rows.accepted is not None
-    windows = (step.slot_indices, step.query_start_loc, rows.accepted)
-    longest = step.max_window_len
-    conv_window(x, weight, bias, pages, *windows, out, max_window_len=longest, silu=silu, pad_slot_id=NULL_BLOCK)
+    conv_window(
+        *(x, weight, bias, pages, step.slot_indices, step.query_start_loc, rows.accepted, out),
+        max_window_len=step.max_window_len,
+        silu=silu,
+        pad_slot_id=NULL_BLOCK,
+        cleared=cleared,
+    )
     return out
 
 

@@ -33,6 +33,8 @@ class ReplayDelta(ReplayLayer):
             return
         rows = group.begin(self.prefix, lambda: delta_rows(group.plan, metadata))
         decoded, prefilled = token_parts(metadata)
+        if not isinstance(decoded, slice):
+            out.zero_()  # the padding of a batch that was captured in pieces
         if rows.decodes is not None:
             run_part(decoded, inputs, out, lambda *part: self.decode_rows(rows, *part[:-1], out=part[-1]))
         if rows.prefills is not None:
@@ -44,5 +46,5 @@ class ReplayDelta(ReplayLayer):
                 all_metadata[self.prefix] = metadata
             self.after_prefill(rows)
         elif isinstance(decoded, slice):
-            out[decoded.stop :].zero_()  # the padding of a batch that was captured in pieces
+            out[decoded.stop :].zero_()  # likewise
         group.end(self.prefix)

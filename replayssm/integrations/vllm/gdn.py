@@ -13,6 +13,7 @@ from replayssm.cursors import Step
 from replayssm.integrations.vllm.conv import convolve
 from replayssm.integrations.vllm.delta import ReplayDelta
 from replayssm.integrations.vllm.group import Rows
+from replayssm.integrations.vllm.joined import Joined, joined
 from replayssm.step import delta_decode
 
 
@@ -29,10 +30,15 @@ class ReplayGatedDeltaNet(ReplayDelta, QwenGatedDeltaNetAttention):
             conv_kernel=self.conv_kernel_size,
         )
         self.start_replay(vllm_config, spec)
-        if self.plan is not None and vllm_config.device_config.device_type == "cpu":
+        self.in_proj: Joined | None = None  # in_proj_qkvz and in_proj_ba as one product, where they can be
+        if self.plan is None:
+            return
+        if vllm_config.device_config.device_type == "cpu":
             from replayssm.integrations.vllm.gdn_cpu import route_cpu
 
             route_cpu()
+        elif vllm_config.lora_config is None and not self.gqa_interleaved_layout:
+            self.in_proj = joined(self.in_proj_qkvz, self.in_proj_ba)
 
     def _warmup_prefill_kernels(self, *args: Any, **kwargs: Any) -> None:
         """vLLM takes the state's dtypes apart here and expects its own pair."""
@@ -50,12 +56,17 @@ class ReplayGatedDeltaNet(ReplayDelta, QwenGatedDeltaNetAttention):
         """vLLM's projections and norm around a core that takes them packed: it copies no gate and clears no output."""
         if self.plan is None or self.gqa_interleaved_layout:
             return super().forward_cuda(hidden_states)
-        qkvz, _ = self.in_proj_qkvz(hidden_states)
-        ba, _ = self.in_proj_ba(hidden_states)
+        qkv_size, z_size = self._qkv_size(), self.value_dim // self.tp_size
+        if self.in_proj is not None:
+            qkvz = self.in_proj(hidden_states)
+            ba = qkvz[:, qkv_size + z_size :]
+        else:
+            qkvz, _ = self.in_proj_qkvz(hidden_states)
+            ba, _ = self.in_proj_ba(hidden_states)
         out = qkvz.new_empty(qkvz.shape[0], self.num_v_heads // self.tp_size, self.head_v_dim)
         name = _encode_layer_name(self.prefix)
         torch.ops.vllm.qwen_gdn_attention_core(qkvz, ba, qkvz.new_empty(0), out, layer_name=name)
-        z = qkvz[:, self._qkv_size() :].unflatten(-1, (-1, self.head_v_dim))
+        z = qkvz[:, qkv_size : qkv_size + z_size].unflatten(-1, (-1, self.head_v_dim))
         return self._output_projection(out, z)
 
     def _qkv_size(self) -> int:
@@ -71,9 +82,6 @@ class ReplayGatedDeltaNet(ReplayDelta, QwenGatedDeltaNetAttention):
         if a.dim() > 1:
             self.serve((mixed_qkv, b, a), core_attn_out, super()._forward_core)
             return
-        assert self.plan is not None
-        if self.plan.num_draft_tokens:
-            core_attn_out.zero_()  # windows do not cover the padding of a captured batch
         inputs = (mixed_qkv[:, : self._qkv_size()], *self.split_ba(b))
         self.serve(inputs, core_attn_out, self._prefill_packed)
 
@@ -87,7 +95,7 @@ class ReplayGatedDeltaNet(ReplayDelta, QwenGatedDeltaNetAttention):
         assert rows.decodes is not None
         mixed_qkv, b, a = inputs
         weight = self.conv1d.weight.view(self.conv1d.weight.size(0), -1)
-        qkv = convolve(mixed_qkv, self.kv_cache[0], weight, self.conv1d.bias, self.activation, rows)
+        qkv = convolve(mixed_qkv, self.kv_cache[0], weight, self.conv1d.bias, self.activation, rows, cleared=out)
         self.decode(rows.decodes, qkv, b, a, out)
 
     def decode(self, step: Step, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor) -> None:

@@ -13,7 +13,22 @@ VERSIONS = ("0.32", "0.33")
 DRAFTS = (None, "ngram", "ngram_gpu", "mtp")
 DRAFTS_SERVED = "drafts are served on a GPU, without a draft model of its own state"
 CACHE_MODES = "prefix caching keeps states at the ends of blocks; not with drafts: use --no-enable-prefix-caching"
-MODEL_TYPES = ("falcon_h1", "granitemoehybrid", "kimi_linear", "nemotron_h", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+PREFILLS = ("auto", "flashkda", "triton")
+ARCHITECTURES = (
+    *("AliceAIForCausalLM", "BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration"),
+    *("FalconH1ForCausalLM", "Glm5NextForCausalLM", "Glm5NextForConditionalGeneration", "GraniteMoeHybridForCausalLM"),
+    *("InternS2MobiusForConditionalGeneration", "InternS2PreviewForConditionalGeneration"),
+    *("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM", "Mamba2ForCausalLM"),
+    *("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM", "NemotronH_Nano_VL_V2", "NemotronH_Omni_Reasoning_V3"),
+    *("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3", "OlmoHybridForCausalLM"),
+    *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    *("Qwen3_5MoeForConditionalGeneration", "Zamba2ForCausalLM"),
+)
+NOT_SERVED = {
+    "BailingMoeV2_5ForCausalLM": "its linear attention has no delta rule",
+    "Qwen4ExpForCausalLM": "its pages hold states of two kinds",
+    "Qwen4ExpForConditionalGeneration": "its pages hold states of two kinds",
+}
 
 
 def check_when_configured() -> None:
@@ -43,7 +58,10 @@ def check_supported(config: Any) -> None:
     import vllm
 
     check_version(vllm.__version__)
-    check_choice("model_type with replayssm", _model_type(config), MODEL_TYPES)
+    architecture = config.model_config.architecture
+    if architecture in NOT_SERVED:
+        raise ReplayError(f"{architecture} is not served with replayssm: {NOT_SERVED[architecture]}")
+    check_choice("architecture with replayssm", architecture, ARCHITECTURES)
     for name, value, allowed, why in _limits(config):
         if value not in allowed:
             raise ReplayError(f"{name} is {value!r}; allowed with replayssm: {', '.join(map(str, allowed))} ({why})")
@@ -55,21 +73,18 @@ def check_version(version: str) -> None:
         raise fail("the version of vllm", version, " and ".join(f"{v}.*" for v in VERSIONS))
 
 
-def _model_type(config: Any) -> str:
-    return str(config.model_config.hf_text_config.model_type).removesuffix("_text")
-
-
 def _limits(config: Any) -> list[tuple[str, Any, tuple[Any, ...], str]]:
     """(what, its value, values served, why not the others)."""
     cache, drafts = config.cache_config, getattr(config.speculative_config, "method", None)
     served = (None,) if config.device_config.device_type == "cpu" else DRAFTS
-    kimi = getattr(config.model_config.hf_text_config, "linear_attn_config", None) or {}
+    extra = config.additional_config if isinstance(config.additional_config, dict) else {}
     return [
         ("mamba_cache_mode", cache.mamba_cache_mode, ("none",) if drafts else ("none", "align"), CACHE_MODES),
         ("use_replayssm", cache.use_replayssm, (False,), "vLLM's own replay of the same layers"),
         ("kv_transfer_config", config.kv_transfer_config, (None,), "a connector moves states without rings"),
         ("speculative_config.method", drafts, served, DRAFTS_SERVED),
-        ("use_full_rank_gate", kimi.get("use_full_rank_gate", False), (False,), "Kimi-K3 has layers of its own"),
+        ("decode_backend", extra.get("decode_backend", "auto"), ("auto",), "the other passes the layers by"),
+        ("kda_prefill_backend", extra.get("kda_prefill_backend", "auto"), PREFILLS, "FlashInfer's wants rows listed"),
         ("enable_dbo", config.parallel_config.enable_dbo, (False,), "the cursors of a step belong to one batch"),
         (
             "enable_stochastic_rounding",
