@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing before them but Linux and Python >= 3.10 with its venv module.
 .DELETE_ON_ERROR:
-.PHONY: demo test lint check-types unit test-gpu test-versions test-vllm lock clean
+.PHONY: demo test lint check-types unit test-aot test-gpu test-versions test-vllm lock clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,8 +11,8 @@ PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
 # One thread a worker: the suite's tensors are tiny and the workers share the cores.
-unit test-gpu test-versions test-vllm: export OMP_NUM_THREADS := 1
-unit test-gpu test-versions test-vllm: export MKL_NUM_THREADS := 1
+unit test-aot test-gpu test-versions test-vllm: export OMP_NUM_THREADS := 1
+unit test-aot test-gpu test-versions test-vllm: export MKL_NUM_THREADS := 1
 export HF_HUB_OFFLINE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -36,6 +36,10 @@ check-types: $(STAMP)
 
 unit: $(STAMP)
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+# Every entry of the launch tables for sm_100 as well as sm_90 (`unit`: sm_90, and each kernel once elsewhere).
+test-aot: $(STAMP)
+	REPLAYSSM_AOT=all $(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(PYTEST_ARGS) tests/test_aot.py
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

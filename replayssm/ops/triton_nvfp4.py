@@ -40,6 +40,7 @@ def pack_e2m1(low, high, keep, NATIVE: tl.constexpr):
     """
     if NATIVE:
         # Two numbers a register, four apart in the word; a shift brings the sign beside the code.
+        # Codes are selected, not joined by OR: a thread with less than four bytes has undefined others.
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, t, u;
@@ -64,8 +65,9 @@ def pack_e2m1(low, high, keep, NATIVE: tl.constexpr):
             shr.u32 b, b, 5;
             shr.u32 c, c, 1;
             shl.b32 d, d, 3;
-            lop3.b32 a, a, b, c, 0xFE;
-            or.b32 a, a, d;
+            lop3.b32 a, a, b, 0x000F000F, 0xE4;
+            lop3.b32 c, c, d, 0x0F000F00, 0xE4;
+            lop3.b32 a, a, c, 0x00FF00FF, 0xE4;
             and.b32 $0, a, $9;
             }""",
             "=r,r,r,r,r,r,r,r,r,r,r,r,r", [low, high, keep], dtype=tl.uint8, is_pure=True, pack=4,
