@@ -33,7 +33,8 @@ def engine(model: Path, options: dict[str, Any] | None, graphs: dict[str, Any], 
     lens[3:8] = [BLOCK[name] - 40 * i for i in (1, 2, 3, 4, 5)]  # these grow into another block
     arguments = {
         "max_num_seqs": SEATS,
-        "max_num_batched_tokens": 256,
+        # All seats of Kimi's are taken before the first of its long prompts grows into another block.
+        "max_num_batched_tokens": 2048 if name == "kimi_layers" else 256,
         "long_prefill_token_threshold": 1024 if name == "kimi_layers" else CHUNK,
         "max_model_len": 4096,
         "block_size": BLOCK[name],
@@ -68,7 +69,7 @@ def drafting(spec: dict[str, Any], drafts: int, **method: Any) -> dict[str, Any]
 
 def to_states(spec: dict[str, Any], file: Path) -> dict[str, Any]:
     """The same in a cache for all, which steps alike whatever a page holds, up to the states once all have run."""
-    spec["llm"] |= {"num_gpu_blocks_override": 4 * 40, "async_scheduling": False}
+    spec["llm"] |= {"num_gpu_blocks_override": 4 * 40, "async_scheduling": False, "max_num_batched_tokens": 256}
     return {
         **spec,
         "max_tokens": [60 + 17 * (i % 5) for i in range(len(spec["prompts"]))],
@@ -119,14 +120,12 @@ def engines(work: Path, models: dict[str, Path]) -> dict[str, dict[str, Any]]:
     """All, by name, in the order in which they start."""
     nano, qwen, following = (models[name] for name in ("nano_layers", "qwen35_layers", "next_layers"))
     pieces, captured = {"cudagraph_mode": "PIECEWISE"}, DECODES_CAPTURED
-    older = drafting(engine(qwen, {}, captured), 4, **NGRAMS)
     mtp = drafting(engine(qwen, {}, captured, num_gpu_blocks_override=3 * AT_ONCE + 1), 3, **MTP)
     alone = {
         "next_layers/stock": engine(following, None, captured),
         "next_layers/plugin": engine(following, {}, captured),
         "next_layers/drafts": drafting(engine(following, {}, captured), 4, **{**NGRAMS, "method": "ngram_gpu"}),
         "qwen35_layers/mtp": mtp,
-        "qwen35_layers/older": {**older, "environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
         "qwen35_layers/pieces": engine(qwen, {}, pieces),
         "qwen35_layers/pieces-drafts": drafting(engine(qwen, {}, pieces), 4, **NGRAMS),
         "qwen35_layers/rounded": engine(qwen, {"checkpoint": "bf16"}, captured),

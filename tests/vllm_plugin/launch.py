@@ -88,7 +88,7 @@ class Engines:
     """Engines on the GPUs, as many at once as there are processors; `[name]` waits for one."""
 
     def __init__(self, work: Path, specs: dict[str, dict[str, Any]]) -> None:
-        """specs: by name; a specification may have "environment", variables for its process."""
+        """specs: by name."""
         self._work, self._devices = work, gpus()
         self._pool = ThreadPoolExecutor(max_workers=os.cpu_count())
         self._running: dict[str, Future[dict[str, Any]]] = {}
@@ -99,7 +99,7 @@ class Engines:
                 self._running[name] = self._pool.submit(self._run, name, spec, devices)
 
     def _run(self, name: str, spec: dict[str, Any], devices: list[str]) -> dict[str, Any]:
-        environment = {**gpu_environment(), "CUDA_VISIBLE_DEVICES": ",".join(devices), **spec.get("environment", {})}
+        environment = {**gpu_environment(), "CUDA_VISIBLE_DEVICES": ",".join(devices)}
         return result_of(self._work / name, spec, **environment)
 
     def __contains__(self, name: str) -> bool:

@@ -126,7 +126,7 @@ def test_prefix_caching(run: Engines, family: str) -> None:
 DRAFTS = [f"{family}/drafts" for family in (*FAMILIES, "next_layers")]
 
 
-@pytest.mark.parametrize("name", [*DRAFTS, "qwen35_layers/mtp", "qwen35_layers/pieces-drafts", "qwen35_layers/older"])
+@pytest.mark.parametrize("name", [*DRAFTS, "qwen35_layers/mtp", "qwen35_layers/pieces-drafts"])
 def test_drafts(run: Engines, name: str) -> None:
     """Windows of drafts, of which vLLM takes 1.5 on average; by n-grams or by the model's own layer."""
     family, drafts = name.split("/")[0], run[name]

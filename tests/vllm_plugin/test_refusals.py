@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 import replayssm.integrations.vllm as plugin
 from replayssm.integrations.vllm.options import ENVIRONMENT, Options
+from replayssm.integrations.vllm.support import check_supported
 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
@@ -61,6 +62,18 @@ def test_a_compiled_model_is_not_taken_for_another(model: Path, monkeypatch: pyt
 def test_refused(model: Path, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         configure(model, **changes)
+
+
+def test_drafts_need_model_runner_v2(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(model, on=False, speculative_config=DRAFTS)
+    config.device_config.device_type = "cuda"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    check_supported(config)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="leave VLLM_USE_V2_MODEL_RUNNER unset"):
+        check_supported(config)
+    config.speculative_config = None
+    check_supported(config)
 
 
 def test_nothing_is_refused_without_the_option(model: Path) -> None:

@@ -10,7 +10,6 @@ from vllm.forward_context import get_forward_context
 from vllm.models.kimi_k3.nvidia.kda import KimiK3DeltaAttention
 from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAAttentionBackend, KimiK3KDAMetadataBuilder
 
-from replayssm.checks import ReplayError
 from replayssm.integrations.vllm.delta import Inputs
 from replayssm.integrations.vllm.kda import ReplayKimi
 
@@ -21,8 +20,6 @@ class ReplayKimiK3(ReplayKimi, KimiK3DeltaAttention):
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, vllm_config, *args, **kwargs)
         self.start_kda(vllm_config, self.local_num_heads, self.conv_size, self.gate_lower_bound)
-        if self.plan is not None and self.plan.num_draft_tokens and not vllm_config.use_v2_model_runner:
-            raise ReplayError("drafts of Kimi-K3 are served by vLLM's model runner V2; VLLM_USE_V2_MODEL_RUNNER is 0")
 
     def get_attn_backend(self) -> Any:
         """vLLM's, for one block a request however many tokens it drafts."""

@@ -13,6 +13,7 @@ VERSIONS = ("0.32", "0.33")
 DRAFTS = (None, "ngram", "ngram_gpu", "mtp")
 DRAFTS_SERVED = "drafts are served on a GPU, without a draft model of its own state"
 CACHE_MODES = "prefix caching keeps states at the ends of blocks; not with drafts: use --no-enable-prefix-caching"
+RUNNER = "with drafts model runner V1 can lose what was accepted: leave VLLM_USE_V2_MODEL_RUNNER unset"
 PREFILLS = ("auto", "flashkda", "triton")
 ARCHITECTURES = (
     *("AliceAIForCausalLM", "BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration"),
@@ -83,6 +84,7 @@ def _limits(config: Any) -> list[tuple[str, Any, tuple[Any, ...], str]]:
         ("use_replayssm", cache.use_replayssm, (False,), "vLLM's own replay of the same layers"),
         ("kv_transfer_config", config.kv_transfer_config, (None,), "a connector moves states without rings"),
         ("speculative_config.method", drafts, served, DRAFTS_SERVED),
+        ("use_v2_model_runner with drafts", drafts is None or config.use_v2_model_runner, (True,), RUNNER),
         ("decode_backend", extra.get("decode_backend", "auto"), ("auto",), "the other passes the layers by"),
         ("kda_prefill_backend", extra.get("kda_prefill_backend", "auto"), PREFILLS, "FlashInfer's wants rows listed"),
         ("enable_dbo", config.parallel_config.enable_dbo, (False,), "the cursors of a step belong to one batch"),
