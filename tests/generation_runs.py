@@ -13,6 +13,8 @@ from replayssm.integrations import hf_route
 from replayssm.integrations.transformers import ReplayHandle, enable
 
 BATCH, PROMPT = 4, 9
+MODELS = ("nemotron_h", "mamba2", "falcon_h1", "qwen3_5", "kimi_linear")
+FAMILIES = ("nemotron_h", "qwen3_5", "kimi_linear")
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 Enable = Callable[..., ReplayHandle]
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from generation_runs import (
     BATCH,
+    FAMILIES,
+    MODELS,
     Enable,
     assert_logits_close,
     cache_argument,
@@ -27,9 +29,6 @@ from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from replayssm.integrations.hf_cache import ReplayDynamicCache
-
-MODELS = ("nemotron_h", "mamba2", "falcon_h1", "qwen3_5", "kimi_linear")
-FAMILIES = ("nemotron_h", "qwen3_5", "kimi_linear")
 
 
 @pytest.fixture

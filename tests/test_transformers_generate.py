@@ -12,6 +12,8 @@ import pytest
 import torch
 from generation_runs import (
     BATCH,
+    FAMILIES,
+    MODELS,
     PROMPT,
     Enable,
     assert_logits_close,
@@ -30,9 +32,6 @@ from replayssm.cursors import NUM_FLUSHES
 from replayssm.integrations import hf_route
 from replayssm.integrations.hf_cache import ReplayDynamicCache
 from replayssm.integrations.transformers import disable, enable
-
-MODELS = ("nemotron_h", "mamba2", "falcon_h1", "qwen3_5", "kimi_linear")
-FAMILIES = ("nemotron_h", "qwen3_5", "kimi_linear")
 
 
 @pytest.fixture

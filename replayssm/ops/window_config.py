@@ -69,6 +69,11 @@ def window_rows(buffer_len: int, max_window_len: int) -> int:
     return max(16, triton.next_power_of_2(max(buffer_len, max_window_len)))
 
 
+def tokens_laid_out(max_window_len: int) -> int:
+    """Tokens of a window that the Gluon kernels have room for."""
+    return max(4, triton.next_power_of_2(max_window_len))
+
+
 def window_arch(state: torch.Tensor, activation: torch.dtype) -> str:
     """The device's architecture, or "" where only the portable kernels run.
 

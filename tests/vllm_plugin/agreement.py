@@ -34,6 +34,14 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"n": len(values), "mean": mean, "p99": values[int(0.99 * (len(values) - 1))], "max": values[-1]}
 
 
+def check_as_near(run: dict[str, Any], stock: dict[str, Any]) -> None:
+    """A decoded token's log-probability is as near to that of a prefill of the same text as in stock vLLM."""
+    ours, theirs = summary(noise(run)), summary(noise(stock))
+    print(ours, theirs)
+    assert ours["mean"] < 1.25 * theirs["mean"], (ours, theirs)
+    assert ours["max"] < 2.0 * theirs["max"], (ours, theirs)
+
+
 def main() -> None:
     stock, plugin = (json.loads(Path(path).read_text()) for path in sys.argv[1:3])
     tokens = sum(len(r["tokens"]) for r in stock["requests"])

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 from models import save
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from step_metadata import step_metadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from replayssm import GDNSpec, Plan
 from replayssm.integrations.vllm.delta_rows import delta_rows, only_prefills, run_part, token_parts
 
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 GDN = GDNSpec(num_k_heads=2, num_v_heads=4, head_k_dim=8, head_v_dim=6)
 
 
@@ -25,34 +22,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("qwen3_next", tmp_path_factory.mktemp("rows") / "qwen3_next")
 
 
-def metadata_of(folder: Path, drafts: bool, done: list[int], prompts: list[int], lens: list[int]) -> Any:
-    """vLLM's metadata of a step: done tokens, prompt length and tokens of every request; blocks are 11, 12, ..."""
-    extra: dict[str, Any] = {"speculative_config": DRAFTS} if drafts else {}
-    common = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "enforce_eager": True}
-    config = EngineArgs(str(folder), max_model_len=256, **common, **extra).create_engine_config()
-    spec = MambaSpec(block_size=256, shapes=((3, 8), (4, 6, 8)), dtypes=(torch.bfloat16, torch.float32))
-    builder = GDNAttentionMetadataBuilder(spec, ["a"], config, torch.device("cpu"))
-    starts = torch.tensor([0, *lens]).cumsum(0).int()
-    totals = torch.tensor(done) + torch.tensor(lens)
-    prefilling = torch.tensor(done) < torch.tensor(prompts)
-    batch = CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=totals.int(),
-        num_reqs=len(lens),
-        num_actual_tokens=sum(lens),
-        max_query_len=max(lens),
-        max_seq_len=int(totals.max()),
-        block_table_tensor=torch.arange(11, 11 + len(lens)).int()[:, None],
-        slot_mapping=torch.zeros(sum(lens), dtype=torch.int64),
-        is_prefilling=prefilling,
-        seq_lens_cpu_upper_bound=totals.int(),
-    )
-    if not drafts:
-        return builder.build(0, batch)
-    accepted = torch.arange(1, len(lens) + 1).int()
-    draft_counts = torch.where(prefilling, -1, torch.tensor(lens) - 1).int()
-    return builder.build(0, batch, accepted, draft_counts)
+def metadata_of(folder: Path, *step: Any) -> Any:
+    """`step_metadata` of Gated DeltaNet."""
+    return step_metadata(GDNAttentionMetadataBuilder, folder, *step)
 
 
 def plan_for(drafts: bool) -> Plan:

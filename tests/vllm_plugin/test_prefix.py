@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agreement import apart, noise, summary
+from agreement import apart, check_as_near, noise, summary
 from launch import result_of
 from models import save
 from test_agreement import FAMILIES, PLUGIN, READ, spec_of
@@ -44,8 +44,7 @@ def test_the_cache_is_used(runs: dict[str, Any]) -> None:
 
 def test_log_probabilities(runs: dict[str, Any]) -> None:
     """As near to those of one prefill without the cache as stock vLLM's; with a copy, what its format costs."""
+    check_as_near(runs["plugin"], runs["stock"])
     stock, plugin, read = (summary(noise(runs[name])) for name in ("stock", "plugin", "read"))
-    assert plugin["mean"] < 1.25 * stock["mean"]
-    assert plugin["max"] < 2.0 * stock["max"]
     assert summary(apart(runs["stock"], runs["plugin"]))["mean"] < stock["mean"]
     assert read["mean"] < 2**6 * plugin["mean"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
@@ -23,6 +24,9 @@ class ReplayDelta(ReplayLayer):
         """Convolution and recurrence of decode rows: inputs and out of their tokens alone."""
         raise NotImplementedError
 
+    def complete(self, metadata: Any) -> None:
+        """Fill in what a layer's own metadata leave out of `GDNAttentionMetadata`."""
+
     def serve(self, inputs: Inputs, out: torch.Tensor, stock: Callable[..., None]) -> None:
         """One step: inputs [tokens, ..] to out [tokens, heads, V]; `stock(*inputs, out)` is vLLM's own layer."""
         all_metadata = get_forward_context().attn_metadata
@@ -31,6 +35,7 @@ class ReplayDelta(ReplayLayer):
         if group is None or metadata is None:
             stock(*inputs, out)
             return
+        self.complete(metadata)
         rows = group.begin(self.prefix, lambda: delta_rows(group.plan, metadata))
         decoded, prefilled = token_parts(metadata)
         if not isinstance(decoded, slice):

@@ -1,4 +1,4 @@
-"""Gated DeltaNet of Qwen3-Next and Qwen3.5."""
+"""Gated DeltaNet of Qwen3-Next and Qwen3.5, and what it shares with the other layers of its family."""
 
 from __future__ import annotations
 
@@ -17,11 +17,20 @@ from replayssm.integrations.vllm.joined import Joined, joined
 from replayssm.step import delta_decode
 
 
-class ReplayGatedDeltaNet(ReplayDelta, QwenGatedDeltaNetAttention):
-    """vLLM's layer with the ring in its page."""
+class ReplayGDN(ReplayDelta):
+    """Mixin for vLLM's layers of Gated DeltaNet; their sizes are those of all ranks."""
 
-    def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, vllm_config, *args, **kwargs)
+    tp_size: int
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    key_dim: int
+    value_dim: int
+    conv_kernel_size: int
+
+    def start_gdn(self, vllm_config: Any) -> None:
+        """Called at the end of the layer's construction."""
         spec = GDNSpec(
             num_k_heads=self.num_k_heads // self.tp_size,
             num_v_heads=self.num_v_heads // self.tp_size,
@@ -30,6 +39,20 @@ class ReplayGatedDeltaNet(ReplayDelta, QwenGatedDeltaNetAttention):
             conv_kernel=self.conv_kernel_size,
         )
         self.start_replay(vllm_config, spec)
+
+    def split_qkv(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k [tokens, num_k_heads, K] and v [tokens, num_v_heads, V] of qkv [tokens, channels]."""
+        q, k, v = qkv.split([self.key_dim // self.tp_size] * 2 + [self.value_dim // self.tp_size], dim=-1)
+        q, k = (x.unflatten(-1, (-1, self.head_k_dim)) for x in (q, k))
+        return q, k, v.unflatten(-1, (-1, self.head_v_dim))
+
+
+class ReplayGatedDeltaNet(ReplayGDN, QwenGatedDeltaNetAttention):
+    """vLLM's layer with the ring in its page."""
+
+    def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, vllm_config, *args, **kwargs)
+        self.start_gdn(vllm_config)
         self.in_proj: Joined | None = None  # in_proj_qkvz and in_proj_ba as one product, where they can be
         if self.plan is None:
             return
@@ -100,8 +123,4 @@ class ReplayGatedDeltaNet(ReplayDelta, QwenGatedDeltaNetAttention):
 
     def decode(self, step: Step, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor) -> None:
         """The recurrence, after the convolution: qkv [tokens, channels], b, a [tokens, num_v_heads], out [.., V]."""
-        sizes = [self.key_dim // self.tp_size] * 2 + [self.value_dim // self.tp_size]
-        q, k, v = qkv.split(sizes, dim=-1)
-        q, k = (x.unflatten(-1, (-1, self.head_k_dim)) for x in (q, k))
-        v = v.unflatten(-1, (-1, self.head_v_dim))
-        delta_decode(self.cache(), step, q, k, v, a, b, A_log=self.A_log, dt_bias=self.dt_bias, out=out)
+        delta_decode(self.cache(), step, *self.split_qkv(qkv), a, b, A_log=self.A_log, dt_bias=self.dt_bias, out=out)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.forward_context import get_forward_context
 from vllm.models.kimi_k3.nvidia.kda import KimiK3DeltaAttention
 from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAAttentionBackend, KimiK3KDAMetadataBuilder
 
-from replayssm.integrations.vllm.delta import Inputs
 from replayssm.integrations.vllm.kda import ReplayKimi
 
 
@@ -25,13 +22,9 @@ class ReplayKimiK3(ReplayKimi, KimiK3DeltaAttention):
         """vLLM's, for one block a request however many tokens it drafts."""
         return super().get_attn_backend() if self.plan is None else OneBlockBackend
 
-    def serve(self, inputs: Inputs, out: torch.Tensor, stock: Callable[..., None]) -> None:
-        """One step, whose metadata the first layer of a group completes."""
-        all_metadata = get_forward_context().attn_metadata
-        metadata = all_metadata.get(self.prefix) if isinstance(all_metadata, dict) else None
-        if self.group is not None and metadata is not None:
-            complete(metadata)
-        super().serve(inputs, out, stock)
+    def complete(self, metadata: Any) -> None:
+        """As below; the layers of a group share their metadata, and filling them in again changes nothing."""
+        complete(metadata)
 
 
 class OneBlockBuilder(KimiK3KDAMetadataBuilder):

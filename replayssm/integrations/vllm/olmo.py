@@ -10,26 +10,18 @@ from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import (
     fused_olmo_hybrid_gdn_gating,
 )
 
-from replayssm.config import GDNSpec
 from replayssm.integrations.vllm.conv import convolve
-from replayssm.integrations.vllm.delta import ReplayDelta
+from replayssm.integrations.vllm.gdn import ReplayGDN
 from replayssm.integrations.vllm.group import Rows
 from replayssm.step import delta_decode
 
 
-class ReplayOlmo(ReplayDelta, OlmoHybridGatedDeltaNetAttention):
+class ReplayOlmo(ReplayGDN, OlmoHybridGatedDeltaNetAttention):
     """vLLM's layer with the ring in its page."""
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, vllm_config, *args, **kwargs)
-        spec = GDNSpec(
-            num_k_heads=self.num_k_heads // self.tp_size,
-            num_v_heads=self.num_v_heads // self.tp_size,
-            head_k_dim=self.head_k_dim,
-            head_v_dim=self.head_v_dim,
-            conv_kernel=self.conv_kernel_size,
-        )
-        self.start_replay(vllm_config, spec)
+        self.start_gdn(vllm_config)
 
     def _forward_core(
         self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
@@ -43,8 +35,5 @@ class ReplayOlmo(ReplayDelta, OlmoHybridGatedDeltaNetAttention):
         mixed_qkv, b, a = inputs
         weight = self.conv1d.weight.flatten(1)
         qkv = convolve(mixed_qkv, self.kv_cache[0], weight, None, self.activation, rows)
-        q, k, v = qkv.split([self.key_dim // self.tp_size] * 2 + [self.value_dim // self.tp_size], dim=-1)
-        q, k = (x.unflatten(-1, (-1, self.head_k_dim)) for x in (q, k))
-        v = v.unflatten(-1, (-1, self.head_v_dim))
         g, beta = fused_olmo_hybrid_gdn_gating(self.A_log, a, b, self.dt_bias, self.allow_neg_eigval)
-        delta_decode(self.cache(), rows.decodes, q, k, v, g[0], beta[0], out=out)
+        delta_decode(self.cache(), rows.decodes, *self.split_qkv(qkv), g[0], beta[0], out=out)

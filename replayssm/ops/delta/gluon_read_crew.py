@@ -12,6 +12,7 @@ from replayssm.ops.delta.gluon_read_chunk import flush_heads
 from replayssm.ops.delta.gluon_read_flush import flush_head
 from replayssm.ops.delta.gluon_read_kept import flush_kept
 from replayssm.ops.delta.gluon_read_renew import CHUNK, staged_layout
+from replayssm.ops.gluon_read_window_rows import ranked_row
 
 
 @gluon.jit
@@ -44,8 +45,7 @@ def flush_ranked(
     BLOCK_B: gl.constexpr = rank_at.shape[0]
     if CHUNK_HEADS > 0:
         for item in tl.range(member, rows * PARTS, crew, disable_licm=True):
-            row = gl.arange(0, BLOCK_B, layout=LB)
-            token = gl.sum(gl.where(rank_at.load(LB) == item // PARTS, row, 0), 0).to(gl.int64)
+            token = ranked_row(rank_at, item // PARTS, BLOCK_B, LB)
             flush_heads(
                 token, item % PARTS, q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g,
                 ring_beta, cursors, slot_indices, out, codes, scales, global_at, state_scales, ring_len, scale,
@@ -71,8 +71,7 @@ def flush_ranked(
         q_at = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     tile_at = gl.allocate_shared_memory(gl.float32, [K // CHUNK, BLOCK_V, CHUNK], staged_layout())
     for item in range(member, rows * PARTS, crew):
-        row = gl.arange(0, BLOCK_B, layout=LB)
-        token = gl.sum(gl.where(rank_at.load(LB) == item // HV, row, 0), 0).to(gl.int64)
+        token = ranked_row(rank_at, item // HV, BLOCK_B, LB)
         head = (item % HV).to(gl.int64)
         flush_head(
             token, head, q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g, ring_beta, cursors,
@@ -121,8 +120,7 @@ def flush_rows(
     if KEPT:
         PARTS: gl.constexpr = HV // CHUNK_HEADS
         for item in tl.range(member, gl.sum(flushes.to(gl.int32), 0) * PARTS, CREW, disable_licm=True):
-            row = gl.arange(0, BLOCK_B, layout=ROWS)
-            token = gl.sum(gl.where(rank_at.load(ROWS) == item // PARTS, row, 0), 0).to(gl.int64)
+            token = ranked_row(rank_at, item // PARTS, BLOCK_B, ROWS)
             flush_kept(
                 token, item % PARTS, q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_v, ring_u, ring_g,
                 ring_beta, cursors, slot_indices, out, codes, scales, global_at, ring_len, scale, lower_bound,

@@ -15,10 +15,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from replayssm.ops.delta.gluon_common import barrier, inverse_norm, row_of, wrap
 from replayssm.ops.delta.gluon_read_chunk import append_gates
 from replayssm.ops.delta.gluon_read_head import prefetch
-from replayssm.ops.delta.gluon_read_renew import block_layout, block_sums, blocks_layout, most, same_layout
+from replayssm.ops.delta.gluon_read_renew import block_layout, block_sums, blocks_layout, same_layout
 from replayssm.ops.delta.gluon_read_tile import load_rows_v
 from replayssm.ops.delta.gluon_read_window_pieces import (
     kept_shared,
+    largest_kept,
     line_ptrs,
     lines_layout,
     piece_operands,
@@ -29,7 +30,7 @@ from replayssm.ops.delta.gluon_read_window_pieces import (
 from replayssm.ops.gluon_chunk import PIECE, chunk_layout, from_pieces, left_parts, num_parts, products, to_pieces
 from replayssm.ops.gluon_encode import larger
 from replayssm.ops.gluon_flushers import opaque
-from replayssm.ops.gluon_formats import encode_nvfp4_numbers, global_scale, largest_finite
+from replayssm.ops.gluon_formats import encode_nvfp4_numbers, global_scale
 from replayssm.ops.gluon_read_window_touch import touch_rows
 from replayssm.ops.gluon_window_parts import copy_to_shared, mma_layout
 
@@ -73,18 +74,6 @@ def replay_tile(
         kept.index(t * COUNT + c).store(stored)
         largest = larger(largest, gl.abs(stored.to(gl.float32)))
     return largest
-
-
-@gluon.jit
-def largest_bits(kept, largest):
-    """The largest magnitude of what is kept among blocks without NaN and infinity, as bits; largest: of all."""
-    bits = gl.reduce(gl.reduce(largest, 1, larger), 0, larger).to(gl.int32, bitcast=True)
-    if bits >= 0x7F800000:
-        bits = 0
-        for c in range(kept.shape[0]):
-            x = kept.index(c).load(block_layout(gl.num_warps())).to(gl.float32)
-            bits = gl.maximum(bits, gl.reduce(largest_finite(x), 0, most))
-    return bits
 
 
 @gluon.jit
@@ -214,7 +203,7 @@ def flush_kept(
             largest = replay_tile(kept, rows_v, seen_at, tables, h, t, largest, HEADS, ROWS, PARTS, COUNT)
         # Other threads wrote what a thread encodes.
         barrier()
-        head_scale = global_scale(largest_bits(kept, largest))
+        head_scale = global_scale(largest_kept(kept, largest))
         gl.store(global_at, head_scale[0])
         through = row_of(fade_at, h, HEADS, 1).load(IN_V)
         b = row_of(beta_at, h, HEADS, 1).load(IN_V)

@@ -10,7 +10,7 @@ from replayssm.ops.delta.gluon_read_crew import flush_ranked
 from replayssm.ops.delta.gluon_read_window_heads import flush_in_loops
 from replayssm.ops.delta.gluon_read_window_kept import flush_kept_heads
 from replayssm.ops.gluon_formats import scales_a_row
-from replayssm.ops.gluon_read_window_rows import rank_of_rows
+from replayssm.ops.gluon_read_window_rows import rank_of_rows, ranked_row
 
 
 @gluon.jit
@@ -44,8 +44,7 @@ def flush_windows(
         begin = member * total * HV // crew
         end = (member + 1) * total * HV // crew
         for item in tl.range(begin // CHUNK_HEADS, (end + CHUNK_HEADS - 1) // CHUNK_HEADS, disable_licm=True):
-            row = gl.arange(0, BLOCK_B, layout=LR)
-            token = gl.sum(gl.where(rank_at.load(LR) == item // PARTS, row, 0), 0).to(gl.int64)
+            token = ranked_row(rank_at, item // PARTS, BLOCK_B, LR)
             first_head = gl.maximum(begin - item * CHUNK_HEADS, 0)
             last_head = gl.minimum(end - item * CHUNK_HEADS, CHUNK_HEADS)
             if KEPT:

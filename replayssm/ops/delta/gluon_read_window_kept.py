@@ -12,11 +12,12 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from replayssm.ops.delta.gluon_common import barrier
 from replayssm.ops.delta.gluon_read_head import prefetch
-from replayssm.ops.delta.gluon_read_renew import block_layout, most
+from replayssm.ops.delta.gluon_read_renew import block_layout
 from replayssm.ops.delta.gluon_read_tile import load_rows_v
 from replayssm.ops.delta.gluon_read_window_pieces import (
     allocate_kept,
     fetch_kept,
+    largest_kept,
     line_ptrs,
     lines_layout,
     piece_operands,
@@ -35,7 +36,7 @@ from replayssm.ops.gluon_chunk import (
 )
 from replayssm.ops.gluon_encode import larger
 from replayssm.ops.gluon_flushers import opaque
-from replayssm.ops.gluon_formats import encode_nvfp4_numbers, global_scale, largest_finite
+from replayssm.ops.gluon_formats import encode_nvfp4_numbers, global_scale
 from replayssm.ops.gluon_read_window_touch import touch_rows
 from replayssm.ops.gluon_window_parts import mma_layout
 
@@ -72,19 +73,6 @@ def replay_kept(
             kept.index(first + i).store(stored)
             largest = larger(largest, gl.abs(stored.to(gl.float32)))
     return largest
-
-
-@gluon.jit
-def largest_kept(kept, largest):
-    """The largest magnitude of what is kept among blocks without NaN and infinity, as bits; largest: of all."""
-    COUNT: gl.constexpr = kept.shape[0]
-    bits = gl.reduce(gl.reduce(largest, 1, larger), 0, larger).to(gl.int32, bitcast=True)
-    if bits >= 0x7F800000:
-        bits = 0
-        for c in gl.static_range(COUNT):
-            x = kept.index(c).load(block_layout(gl.num_warps())).to(gl.float32)
-            bits = gl.maximum(bits, gl.reduce(largest_finite(x), 0, most))
-    return bits
 
 
 @gluon.jit

@@ -9,7 +9,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from replayssm.ops.delta.gluon_chunk_gdn import chunk_tables, load_keys, solve_operands, stage_keys
 from replayssm.ops.delta.gluon_common import row_of
 from replayssm.ops.delta.gluon_read_codes import as_shape
+from replayssm.ops.delta.gluon_read_renew import block_layout, most
 from replayssm.ops.gluon_chunk import PIECE, in_chunk_order, num_parts, parts_of, rows_shared
+from replayssm.ops.gluon_encode import larger
+from replayssm.ops.gluon_formats import largest_finite
 from replayssm.ops.gluon_window_parts import copy_to_shared, mma_layout
 
 
@@ -122,3 +125,15 @@ def fetch_kept(kept, state, K: gl.constexpr):
     for c in gl.static_range(COUNT):
         copy_to_shared(kept.index(c), ptrs + c * PIECE)
     async_copy.commit_group()
+
+
+@gluon.jit
+def largest_kept(kept, largest):
+    """The largest magnitude of what is kept among blocks without NaN and infinity, as bits; largest: of all."""
+    bits = gl.reduce(gl.reduce(largest, 1, larger), 0, larger).to(gl.int32, bitcast=True)
+    if bits >= 0x7F800000:
+        bits = 0
+        for c in range(kept.shape[0]):
+            x = kept.index(c).load(block_layout(gl.num_warps())).to(gl.float32)
+            bits = gl.maximum(bits, gl.reduce(largest_finite(x), 0, most))
+    return bits

@@ -10,7 +10,7 @@ import triton
 
 from replayssm.ops.delta.read_configs import ReadShape
 from replayssm.ops.device import GLUON_ARCHS
-from replayssm.ops.window_config import divisor, window_rows
+from replayssm.ops.window_config import divisor, tokens_laid_out, window_rows
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,6 @@ def _gluon_fits(shape: ReadShape, rows: int, max_window_len: int) -> bool:
     """Whether the Gluon kernels can serve a layer's windows."""
     dims = shape.head_k_dim == 128 and shape.head_v_dim == 128 and rows <= 32 and max_window_len <= 16
     return shape.arch in GLUON_ARCHS and shape.fast and dims and (shape.read != "none" or shape.checkpoint == "fp8")
-
-
-def tokens_laid_out(max_window_len: int) -> int:
-    """Tokens that the Gluon kernels have room for."""
-    return max(4, triton.next_power_of_2(max_window_len))
 
 
 def rows_laid_out(most_rows: int, max_window_len: int) -> int:

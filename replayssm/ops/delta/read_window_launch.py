@@ -17,10 +17,9 @@ from replayssm.ops.delta.read_window_configs import (
     gluon_launches,
     read_window_config,
     rows_laid_out,
-    tokens_laid_out,
 )
 from replayssm.ops.device import device_arch
-from replayssm.ops.window_config import window_rows
+from replayssm.ops.window_config import tokens_laid_out, window_rows
 
 
 def delta_read_window(

@@ -13,7 +13,7 @@ from replayssm.checks import fail
 from replayssm.config import GDNSpec, KDASpec
 from replayssm.ops.delta.arguments import chunks, gate_options, slot_strides, token_strides
 from replayssm.ops.device import GLUON_ARCHS
-from replayssm.ops.window_config import WindowConfig, fast_arch, window_arch, window_rows
+from replayssm.ops.window_config import WindowConfig, fast_arch, tokens_laid_out, window_arch, window_rows
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,6 @@ def _gluon(
 
     heads, v_dim, k_dim = state.shape[1:]
     options: dict[str, Any] = {"HV": heads, "K": k_dim, "V": v_dim, "BLOCK_V": config.block_v}
-    options |= config.gluon_options(max(4, triton.next_power_of_2(max_window_len))) | {"WINDOW": max_window_len}
+    options |= config.gluon_options(tokens_laid_out(max_window_len)) | {"WINDOW": max_window_len}
     tiles = heads * v_dim // config.block_v
     return delta_window_kernel, (batch * tiles // config.num_tiles + config.flushers * tiles,), options

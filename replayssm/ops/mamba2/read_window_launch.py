@@ -12,7 +12,7 @@ import triton
 from replayssm.config import Mamba2Spec
 from replayssm.ops.device import GLUON_ARCHS, device_arch
 from replayssm.ops.mamba2.read_configs import ReadShape, portable_config
-from replayssm.ops.window_config import divisor, window_rows
+from replayssm.ops.window_config import divisor, tokens_laid_out, window_rows
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def launch_window(
     config = config or read_window_config(batch, shape, rows_read, max_window_len)
     more: dict[str, Any] = {"TREE": parents is not None, "HAS_D": D is not None, "HAS_Z": z is not None}
     more |= {"HAS_BIAS": dt_bias is not None, "SOFTPLUS": dt_softplus, "REPLAY": replay, "R": rings[1].shape[2]}
-    more |= {"WINDOW": max(4, triton.next_power_of_2(max_window_len)), "ROWS": rows_read}
+    more |= {"WINDOW": tokens_laid_out(max_window_len), "ROWS": rows_read}
     for kernel, grid, options in gluon_launches(config, batch, shape):
         kernel[(grid,)](
             *(x, dt, A, B, C, A if D is None else D, x if z is None else z, A if dt_bias is None else dt_bias),
